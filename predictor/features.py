@@ -1,0 +1,240 @@
+"""Queries, keys and values of one layer -> what a predictor sees. Training and serving call the same code.
+
+Everything here is for ONE sequence without padding and one layer; a kv head's query heads are averaged.
+Shapes: H kv heads, Hq query heads, S prompt tokens, W history steps, N blocks, F token features.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from predictor import rope, scores
+from predictor.errors import FadeError
+
+FEATURES = ("log_ema", "log_ea", "log_mean", "log_max", "log_last", "log_snap", "key_norm", "value_norm", "age")
+FLOOR = 1e-9  # smallest share of attention that a logarithm tells apart
+LAST = 8  # rows in the "log_last" feature
+EA_SINKS = 4  # queries of the attention sinks are left out of the moments: their norm is not typical
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What the featuriser computes; stored with every trace set and every bundle.
+
+    Attributes:
+        window: history steps W, in queries.
+        block: consecutive tokens pooled together in attention history.
+        ema_decay: decay of the moving average over the window.
+        horizon: future steps that Expected Attention averages over.
+        names: token features, in order.
+        version: of the definitions in this file.
+    """
+
+    window: int = 64
+    block: int = 16
+    ema_decay: float = 0.95
+    horizon: int = 128
+    names: tuple[str, ...] = FEATURES
+    version: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able dictionary."""
+        return {**asdict(self), "names": list(self.names)}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> FeatureSpec:
+        """Rebuild a spec; refuse one whose features this code does not compute.
+
+        Raises:
+            FadeError: unknown version, unknown fields or unknown names.
+        """
+        version, names = stored.get("version"), tuple(stored.get("names", ()))
+        if version != cls.version or names != FEATURES:
+            raise FadeError(
+                f"feature spec version {version} with {len(names)} features is not version {cls.version} with "
+                f"{len(FEATURES)}; collect the traces and train again with this release"
+            )
+        if unknown := set(stored) - set(cls.__dataclass_fields__):
+            raise FadeError(f"feature spec has unknown fields {sorted(unknown)}; it was written by another release")
+        return cls(**{**stored, "names": names})
+
+
+@dataclass
+class PrefillFeatures:
+    """What one layer's prefill shows of one sequence.
+
+    Attributes:
+        tokens: [H, S, F] float32 token features, in the order of ``FeatureSpec.names``.
+        history_mean: [H, W, N] float32 attention rows of the last W queries, mean over each block's tokens.
+        history_max: [H, W, N] float32, maximum over each block's tokens.
+    """
+
+    tokens: Tensor
+    history_mean: Tensor
+    history_max: Tensor
+
+
+def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Tensor:
+    """Causal attention of a few queries, averaged over the query heads of each kv head.
+
+    Args:
+        query: [Hq, Q, D]; row i is the query at slot ``first + i``.
+        key: [H, S, D] with ``first + Q <= S``.
+        scaling: factor on the scores.
+        first: slot of the first query.
+
+    Returns:
+        [H, Q, S] float32; each row sums to 1.
+
+    Example:
+        >>> rows = attention_rows(torch.randn(4, 3, 8), torch.randn(2, 10, 8), 8**-0.5, first=7)
+        >>> rows.shape, bool(torch.allclose(rows.sum(-1), torch.ones(2, 3))), float(rows[0, 0, 8:].sum())
+        (torch.Size([2, 3, 10]), True, 0.0)
+    """
+    heads, groups = key.shape[0], query.shape[0] // key.shape[0]
+    steps, slots = query.shape[1], key.shape[1]
+    scored = torch.matmul(query.reshape(heads, groups * steps, -1), key.transpose(1, 2)).float() * scaling
+    at = torch.arange(slots, device=key.device)
+    hidden = at > (first + torch.arange(steps, device=key.device))[:, None]  # [Q, S]
+    scored = scored.view(heads, groups, steps, slots).masked_fill(hidden, -math.inf)
+    return scored.softmax(-1).mean(1)
+
+
+def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 128) -> Tensor:
+    """Attention that each token received from all queries of the prompt, in chunks of queries.
+
+    Args:
+        query: [Hq, S, D]. key: [H, S, D]. scaling: factor on the scores. chunk: queries at a time.
+
+    Returns:
+        [H, S] float32, averaged over the query heads; slot j was visible to S - j queries.
+    """
+    mass = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
+    for first in range(0, query.shape[1], chunk):
+        part = query[:, first : first + chunk]
+        seen = first + part.shape[1]
+        mass[:, :seen] += attention_rows(part, key[:, :seen], scaling, first).sum(1)
+    return mass
+
+
+def block_sizes(slots: int, block: int) -> Tensor:
+    """Number of real tokens in each of the ``ceil(slots / block)`` blocks, as [N] integers.
+
+    Example:
+        >>> block_sizes(37, 16).tolist()
+        [16, 16, 5]
+    """
+    count = math.ceil(slots / block)
+    return (slots - block * torch.arange(count)).clamp(max=block)
+
+
+def pool_blocks(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Pool non-negative rows [..., S] over blocks of consecutive tokens.
+
+    Returns:
+        mean and maximum over each block's real tokens, each [..., ceil(S / block)].
+
+    Example:
+        >>> pool_blocks(torch.tensor([1.0, 3.0, 5.0]), block=2)
+        (tensor([2., 5.]), tensor([3., 5.]))
+    """
+    slots = rows.shape[-1]
+    blocks = pad(rows, (0, -slots % block)).unflatten(-1, (-1, block))
+    return blocks.sum(-1) / block_sizes(slots, block).to(rows), blocks.amax(-1)
+
+
+def expected_attention(query: Tensor, key: Tensor, scaling: float, table: rope.Table | None, horizon: int) -> Tensor:
+    """Attention that queries of the next ``horizon`` steps are expected to give each token of the prompt.
+
+    Un-rotated queries are taken as normal, with the prompt's mean and covariance; the rotation is averaged over
+    the coming positions; the expectation of ``exp(score)`` is then closed-form, and is normalised over tokens.
+
+    Args:
+        query: [Hq, S, D] rotated queries of the whole prompt. key: [H, S, D] rotated keys. scaling: score factor.
+        table: rotary table of slots 0 .. S + horizon - 1, or None for models without rotation.
+
+    Returns:
+        log of the expected share, [H, S] float32, averaged (as probabilities) over the query group.
+
+    Source: Devoto et al. 2025, Expected Attention (arXiv 2510.00636), section 3, without the value norm.
+    """
+    heads, slots = key.shape[:2]
+    queries = query.float()
+    if table is not None:
+        cos, sin = table
+        queries = rope.unrotate(queries, (cos[:slots], sin[:slots]))
+    queries = queries[:, min(EA_SINKS, slots - 1) :]
+    mean = queries.mean(1)  # [Hq, D]
+    centred = queries - mean[:, None]
+    cov = centred.transpose(1, 2) @ centred / centred.shape[1]  # [Hq, D, D]
+    if table is not None:
+        future = (cos[slots : slots + horizon].mean(0), sin[slots : slots + horizon].mean(0))
+        mean = rope.rotate(mean, future)
+        cov = rope.rotate(rope.rotate(cov, future).transpose(1, 2), future)
+    keys = key.float() * scaling
+    mean, cov = mean.view(heads, -1, mean.shape[-1]), cov.view(heads, -1, *cov.shape[1:])
+    spread = torch.matmul(keys[:, None], cov).mul_(keys[:, None]).sum(-1)  # [H, G, S]
+    log_share = (torch.matmul(mean, keys.transpose(1, 2)) + spread / 2).log_softmax(-1)
+    return log_share.logsumexp(1) - math.log(log_share.shape[1])
+
+
+def _log(share: Tensor) -> Tensor:
+    return share.clamp(min=FLOOR).log()
+
+
+def _log_norm(x: Tensor) -> Tensor:
+    log = x.float().norm(dim=-1).clamp(min=FLOOR).log()
+    return log - log.mean(-1, keepdim=True)
+
+
+def prefill_features(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    table: rope.Table | None,
+    spec: FeatureSpec,
+) -> PrefillFeatures:
+    """Compute what a predictor sees at the end of a prompt.
+
+    Args:
+        query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
+        table: rotary table of slots 0 .. S + horizon - 1 (``rope.rotary_table``), or None without rotation.
+        spec: window, block, decay and horizon. A prompt shorter than the window repeats its first row.
+
+    Returns:
+        Features of S tokens; nothing in them depends on anything after the prompt.
+
+    Example:
+        >>> spec = FeatureSpec(window=4, block=4)
+        >>> out = prefill_features(torch.randn(4, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8),
+        ...                        scaling=8**-0.5, table=None, spec=spec)
+        >>> out.tokens.shape, out.history_mean.shape
+        (torch.Size([2, 9, 9]), torch.Size([2, 4, 3]))
+    """
+    slots = key.shape[1]
+    window = min(spec.window, slots)
+    rows = attention_rows(query[:, -window:], key, scaling, first=slots - window)
+    if window < spec.window:
+        rows = torch.cat((rows[:, :1].expand(-1, spec.window - window, -1), rows), dim=1)
+    age = torch.arange(slots, 0, -1, device=key.device, dtype=torch.float32)
+    columns = {
+        "log_ema": _log(scores.ema(rows, spec.ema_decay)),
+        "log_ea": expected_attention(query, key, scaling, table, spec.horizon).clamp(min=math.log(FLOOR)),
+        "log_mean": _log(rows.mean(1)),
+        "log_max": _log(rows.amax(1)),
+        "log_last": _log(rows[:, -LAST:].mean(1)),
+        "log_snap": _log(scores.snapkv(rows)),
+        "key_norm": _log_norm(key),
+        "value_norm": _log_norm(value),
+        "age": (age.log() - math.log(1024)).expand(key.shape[0], -1),
+    }
+    mean, peak = pool_blocks(rows, spec.block)
+    return PrefillFeatures(torch.stack([columns[name] for name in spec.names], dim=-1), mean, peak)

@@ -1,0 +1,75 @@
+"""Heuristic importance scores: pure functions, higher = keep.
+
+Policies of the runtime and baselines of the training both call these. Shapes: ``[..., S]`` over the slots of one
+sequence; attention rows are ``[..., W, S]``, averaged over the query heads of a kv head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+
+def position(slots: Tensor) -> Tensor:
+    """Score a token by its slot: the newest are kept.
+
+    Source: Xiao et al. 2023, StreamingLLM (arXiv 2309.17453), section 3.2.
+    """
+    return slots.float()
+
+
+def h2o(mass: Tensor, visible: Tensor) -> Tensor:
+    """Score a token by the attention it received from the queries that could see it.
+
+    Args:
+        mass: [..., S] attention received, summed over queries.
+        visible: [..., S] number of queries that could see the token.
+
+    Source: Zhang et al. 2023, H2O (arXiv 2306.14048), section 4.2, divided by the number of queries, without which
+    early tokens always win.
+
+    Example:
+        >>> h2o(torch.tensor([3.0, 2.0]), torch.tensor([6, 2])).tolist()
+        [0.5, 1.0]
+    """
+    return mass.float() / visible.clamp(min=1)
+
+
+def ema_weights(steps: int, decay: float, device: torch.device | str = "cpu") -> Tensor:
+    """Weights ``[steps]`` of an exponential moving average whose newest row is last; they sum to 1."""
+    weights = decay ** torch.arange(steps - 1, -1, -1, device=device, dtype=torch.float32)
+    return weights / weights.sum()
+
+
+def ema(rows: Tensor, decay: float = 0.95) -> Tensor:
+    """Exponential moving average of attention rows, the newest row last.
+
+    Args:
+        rows: [..., W, S].
+        decay: weight of a row relative to the one after it.
+
+    Returns:
+        [..., S].
+
+    Example:
+        >>> ema(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), decay=0.5).tolist()
+        [0.3333333432674408, 0.6666666865348816]
+    """
+    return torch.einsum("w,...ws->...s", ema_weights(rows.shape[-2], decay, rows.device), rows.float())
+
+
+def snapkv(rows: Tensor, kernel: int = 5) -> Tensor:
+    """Mean of the last window's attention rows, average-pooled over neighbours.
+
+    Source: Li et al. 2024, SnapKV (arXiv 2404.14469), section 4.2; average-pool 5 as measured best here.
+    """
+    mean = rows.float().mean(dim=-2)
+    flat = mean.reshape(1, -1, mean.shape[-1])
+    pooled = avg_pool1d(flat, kernel, stride=1, padding=kernel // 2, count_include_pad=False)
+    return pooled.reshape(mean.shape)
+
+
+def ema_ea(log_ema: Tensor, log_ea: Tensor) -> Tensor:
+    """Closed form: log EMA plus log Expected Attention, the geometric mean of the two forecasts."""
+    return log_ema + log_ea
