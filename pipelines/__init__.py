@@ -1,0 +1,1 @@
+"""Composition roots: each module is a command, `python -m pipelines.NAME`."""
