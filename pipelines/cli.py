@@ -1,0 +1,128 @@
+"""The command line that all pipelines share: a function becomes a command, a mistake becomes one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from predictor.errors import FadeError
+
+MISTAKES = (FadeError, OSError, argparse.ArgumentError)
+DEBUG = "--debug"
+
+
+def run(command: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+    """Run ``command`` with its parameters as options, or as keys of a flat YAML file given by ``--config``.
+
+    Types, defaults and help come from the signature and its Google docstring.
+
+    Args:
+        command: the function; a returned int is the exit status.
+        argv: the arguments, by default those of the process.
+
+    Returns:
+        The exit status: 0, 2 after bad input, 1 after any other error.
+    """
+    parser = parser_of(command)
+
+    def body(args: list[str]) -> Any:
+        options = parser.parse_args(args).as_dict()
+        options.pop("config", None)
+        return command(**options)
+
+    return guarded(body, argv, lambda: options_of(parser))
+
+
+def parser_of(command: Callable[..., Any]) -> ArgumentParser:
+    """The argument parser of ``command``: `--config FILE`, then one option for each parameter."""
+    module = command.__module__
+    if module == "__main__" and (spec := getattr(sys.modules[module], "__spec__", None)):
+        module = spec.name
+    summary = (command.__doc__ or "").split("Args:")[0].strip()
+    parser = ArgumentParser(
+        prog=f"python -m {module}",
+        description=re.sub(r"\n\s+", "\n", summary),
+        epilog=f"{DEBUG} shows the traceback of an error.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="flat YAML file with any of the options below")
+    parser.add_function_arguments(command, as_group=False)
+    return parser
+
+
+def guarded(
+    body: Callable[[list[str]], Any],
+    argv: Sequence[str] | None = None,
+    known: Callable[[], list[str]] = list,
+) -> int:
+    """Call ``body`` with the arguments less `--debug`; turn an error into one line and an exit status.
+
+    Commands built on LightningCLI use it too, with ``parser_kwargs={"exit_on_error": False}``.
+
+    Args:
+        body: gets the arguments; a returned int is the exit status.
+        argv: the arguments, by default those of the process.
+        known: names of all valid options, to suggest the nearest to one that is not.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    debug = DEBUG in given
+    if not debug:
+        quiet()
+    try:
+        status = body([arg for arg in given if arg != DEBUG])
+        return status if isinstance(status, int) else 0
+    except KeyboardInterrupt:
+        return _fail("interrupted; run the same command again to continue", 130)
+    except MISTAKES as error:
+        if debug:
+            raise
+        return _fail(one_line(error, known()), 2)
+    except Exception as error:
+        if debug:
+            raise
+        what = f"{type(error).__name__}: {_flat(str(error))}"
+        return _fail(f"{what[:300]} (not foreseen; {DEBUG} shows the traceback)", 1)
+
+
+def one_line(error: BaseException, known: Sequence[str] = ()) -> str:
+    """The message of ``error`` in one line; for an unknown option, with the nearest valid one."""
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{error.filename} is not there; check the path, or run the step that writes it"
+    message = _flat(str(error))
+    if unknown := re.search(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
+        name = (unknown[1] or unknown[2]).split("=")[0].lstrip("-")
+        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5)
+        remedy = f"did you mean '{near[0]}'?" if near else "--help lists them"
+        return f"option '{name}' is not known; {remedy}"
+    if isinstance(error, argparse.ArgumentError):
+        return re.sub(r"Parser key \"(\S+)\":", r"option '\1':", message)
+    return message
+
+
+def options_of(parser: ArgumentParser) -> list[str]:
+    """Names of all options of ``parser``, as they stand in a YAML file."""
+    return [action.dest for action in parser._actions if action.dest not in ("help", "==SUPPRESS==")]
+
+
+def quiet() -> None:
+    """Silence warnings and log lines of libraries; those of this project stay."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "mlflow", "alembic", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _flat(message: str) -> str:
+    return " ".join(message.split()) or "no message"
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status

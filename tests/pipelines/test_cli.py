@@ -1,0 +1,106 @@
+"""The shared command line: options from a signature, flat YAML, and one line for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import cli
+from predictor.errors import FadeError
+
+SEEN: dict[str, Any] = {}
+
+
+def command(budget: float = 0.25, methods: list[str] | None = None, out: Path = Path("there")) -> int | None:
+    """Do something.
+
+    Args:
+        budget: share of the context.
+        methods: names of methods.
+        out: where to write.
+    """
+    SEEN.update(budget=budget, methods=methods, out=out)
+    if budget > 1:
+        raise FadeError(f"budget {budget} is not a share;\n  use a float in (0, 1]")
+    if budget == 0:
+        raise RuntimeError("boom")
+    if budget < 0:
+        open(out)
+    return 3 if budget == 1 else None
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Any:
+    def write(text: str) -> str:
+        path = tmp_path / "options.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_yaml_then_flags(yaml: Any) -> None:
+    assert cli.run(command, ["--config", yaml("budget: 0.5\nmethods: [a, b]\nout: here\n"), "--out", "x/y"]) == 0
+    assert SEEN == {"budget": 0.5, "methods": ["a", "b"], "out": Path("x/y")}
+
+
+def test_a_returned_int_is_the_status() -> None:
+    assert cli.run(command, ["--budget", "1"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
+        (["--budget", "2"], 2, ["budget 2.0 is not a share", "use a float"]),
+        (["--budget", "x"], 2, ["budget", "x", "float"]),
+        (["--bugdet", "0.5"], 2, ["'bugdet'", "did you mean 'budget'"]),
+        (["--zzz"], 2, ["'zzz'", "--help"]),
+        (["--config", "no/such.yaml"], 2, ["no/such.yaml"]),
+        (["--budget", "-1", "--out", "no/such/file"], 2, ["no/such/file is not there", "check the path"]),
+        (["--budget", "0"], 1, ["RuntimeError", "boom", "--debug"]),
+    ],
+)
+def test_mistakes_are_one_line(
+    args: list[str], status: int, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(command, args) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_unknown_yaml_key_is_named_with_the_nearest(yaml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(command, ["--config", yaml("metods: [a]\n")]) == 2
+    assert capsys.readouterr().err == "error: option 'metods' is not known; did you mean 'methods'?\n"
+
+
+def test_broken_yaml_is_one_line(yaml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(command, ["--config", yaml("methods: [a\n")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_debug_raises() -> None:
+    with pytest.raises(FadeError):
+        cli.run(command, ["--debug", "--budget", "2"])
+    with pytest.raises(RuntimeError):
+        cli.run(command, ["--budget", "0", "--debug"])
+
+
+def test_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    assert cli.guarded(stopped, []) == 130
+    assert "again" in capsys.readouterr().err
+
+
+def test_help_comes_from_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(command, ["--help"])
+    assert ended.value.code == 0
+    assert "share of the context" in capsys.readouterr().out
