@@ -23,7 +23,7 @@ VOCABULARY = 260  # 256 bytes, and four spare ids of which two are special
 
 
 def make_tiny_model(kind: str = "llama", seed: int = 0, **overrides: Any) -> Any:
-    """A random causal LM: 2 layers, 4 query heads on 2 kv heads, head dim 16, peaked attention, no end token."""
+    """A random causal LM: 2 layers, 4 query heads on 2 kv heads of 16, peaked attention, no end token."""
     import transformers
 
     name = {"llama": "Llama", "qwen2": "Qwen2"}[kind]

@@ -27,7 +27,7 @@ def command(budget: float = 0.25, methods: list[str] | None = None, out: Path = 
     if budget == 0:
         raise RuntimeError("boom")
     if budget < 0:
-        open(out)
+        Path(out).read_text()
     return 3 if budget == 1 else None
 
 
@@ -42,7 +42,8 @@ def yaml(tmp_path: Path) -> Any:
 
 
 def test_yaml_then_flags(yaml: Any) -> None:
-    assert cli.run(command, ["--config", yaml("budget: 0.5\nmethods: [a, b]\nout: here\n"), "--out", "x/y"]) == 0
+    config = yaml("budget: 0.5\nmethods: [a, b]\nout: here\n")
+    assert cli.run(command, ["--config", config, "--out", "x/y"]) == 0
     assert SEEN == {"budget": 0.5, "methods": ["a", "b"], "out": Path("x/y")}
 
 

