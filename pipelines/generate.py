@@ -1,0 +1,191 @@
+"""Generate text with a compressed cache: plain `model.generate`, then its memory and its speed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipelines import cli
+from predictor.errors import FadeError
+
+PRESETS = ("safe", "balanced", "aggressive")
+QUESTION = "\n\nIn two sentences: what is the text above about?"
+
+
+def generate(
+    model: str = "artefacts/models/smollm2-135m-instruct",
+    predictor: str | None = None,
+    preset: str | None = None,
+    policy: str | None = None,
+    budget: float | int | None = None,
+    prompt: str | None = None,
+    prompt_file: Path | None = None,
+    prompt_tokens: int = 1024,
+    max_new_tokens: int = 64,
+    dtype: str = "bfloat16",
+    tracking_uri: str | None = None,
+) -> None:
+    """Generate text with a tiered cache and report what it saved.
+
+    Args:
+        model: directory or hub id of a causal language model.
+        predictor: `models:/NAME@alias`, `models:/NAME/3`, a bundle directory or a hub id; its score then
+            decides what is evicted.
+        preset: safe, balanced or aggressive; by default balanced with a predictor or policy, else safe.
+        policy: what decides without a predictor: position, h2o or ema.
+        budget: body tokens kept per kv head, in place of the preset's: a share (0.25) or a number (512).
+        prompt: the text to answer. By default a long text of the built-in corpus is asked about.
+        prompt_file: file to read the prompt from.
+        prompt_tokens: length of the built-in text.
+        max_new_tokens: at most this many tokens are generated, greedily.
+        dtype: of the model: float32, bfloat16 or float16.
+        tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
+    """
+    from data.lm import load_lm
+    from fade_runtime import create_tiered_cache
+
+    if max_new_tokens < 1:
+        raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
+    config = choose_config(_resolve(predictor, tracking_uri), preset, policy, budget)
+    lm, tokenizer = load_lm(model, dtype)
+    text = read_prompt(prompt, prompt_file) or builtin_prompt(tokenizer, prompt_tokens)
+    inputs = encode(tokenizer, text)
+
+    cache = create_tiered_cache(lm, config=config)
+    streamer = timed_streamer(tokenizer)
+    length = inputs["input_ids"].shape[1]
+    print(f"prompt: {length:,} tokens; cache: {describe(config)}\n", flush=True)
+    lm.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=streamer,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+    )
+    print(f"\n{summary(cache.memory_report(), dtype)}\n{streamer.summary()}")
+
+
+def choose_config(predictor: Any, preset: str | None, policy: str | None, budget: float | int | None) -> Any:
+    """The FadeConfig that the options of `generate` ask for.
+
+    Raises:
+        FadeError: options that contradict each other, or are not known.
+    """
+    from fade_runtime import FadeConfig
+
+    preset = preset or ("safe" if predictor is None and policy is None and budget is None else "balanced")
+    if preset not in PRESETS:
+        raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
+    if policy == "learned" and predictor is None:
+        raise FadeError("policy 'learned' needs a predictor; add --predictor models:/NAME@champion")
+    if predictor is not None and policy not in (None, "learned"):
+        raise FadeError(f"policy {policy!r} and a predictor exclude each other; drop one of them")
+    if preset == "safe":
+        if given := [name for name, value in {"predictor": predictor, "policy": policy}.items() if value]:
+            raise FadeError(f"preset 'safe' evicts nothing, so {given[0]} has no use; take preset 'balanced'")
+        return FadeConfig.safe(**({} if budget is None else {"int4_budget": budget}))
+    options: dict[str, Any] = {} if budget is None else {"int4_budget": budget}
+    if policy not in (None, "learned"):
+        options["eviction_policy"] = policy
+    return getattr(FadeConfig, preset)(predictor=predictor, **options)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
+    """The text that the user gave, if any.
+
+    Raises:
+        FadeError: both options, or an empty text.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise FadeError("prompt and prompt_file are both given; drop one of them")
+    text = prompt_file.read_text(encoding="utf-8", errors="replace") if prompt_file else prompt
+    if text is not None and not text.strip():
+        raise FadeError(f"prompt {prompt_file or ''} is empty; give some text".replace("  ", " "))
+    return text
+
+
+def builtin_prompt(tokenizer: Any, tokens: int) -> str:
+    """A text of the built-in corpus of about ``tokens`` tokens, and a question about it."""
+    from data.text import load_documents
+
+    if tokens < 1:
+        raise FadeError(f"prompt_tokens {tokens} is no length; give at least 1")
+    document = load_documents(
+        ["builtin"], train=0, validation=1, length=tokens, measure=lambda text: len(tokenizer(text).input_ids)
+    )[0]
+    return tokenizer.decode(tokenizer(document.text).input_ids[:tokens]) + QUESTION
+
+
+def encode(tokenizer: Any, text: str) -> dict[str, Any]:
+    """Token ids and mask of a prompt, in the model's chat format if it has one."""
+    if tokenizer.chat_template is None:
+        return dict(tokenizer(text, return_tensors="pt"))
+    return dict(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    )
+
+
+def describe(config: Any) -> str:
+    """What a FadeConfig does, in a few words."""
+    exact = f"first {config.n_sink} and last {config.recent_window} tokens exact, "
+    if not config.evicts:
+        return exact + "all others in 4 bits, nothing evicted"
+    share = config.int4_budget
+    kept = f"{share:.0%} of the context" if isinstance(share, float) else f"{share:,} tokens"
+    return f"{exact}of the others {kept} kept in 4 bits, chosen by policy {config.eviction_policy!r}"
+
+
+def summary(report: dict[str, Any], dtype: str) -> str:
+    """One line on memory from a memory report."""
+    resident, full = report["resident_bytes"] / 2**20, report["full_bytes"] / 2**20
+    times = f"{report['compression']:.2f}x smaller"
+    return f"cache: {resident:.2f} MiB resident, {full:.2f} MiB if full in {dtype}: {times}"
+
+
+def timed_streamer(tokenizer: Any) -> Any:
+    """A streamer that prints tokens as they come and knows when they came."""
+    from transformers import TextStreamer
+
+    class TimedStreamer(TextStreamer):
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+
+        def put(self, value: Any) -> None:
+            self.times.append(time.perf_counter())  # first the prompt, then one token at a time
+            super().put(value)
+
+        def summary(self) -> str:
+            start, *rest = self.times
+            line = f"first token after {rest[0] - start:.2f} s"
+            if len(rest) < 2:
+                return line
+            return f"{line}, then {(len(rest) - 1) / (rest[-1] - rest[0]):.1f} tokens/s ({len(rest)} tokens)"
+
+    return TimedStreamer()
+
+
+def _resolve(predictor: str | None, tracking_uri: str | None) -> Any:
+    """Load the predictor up front, so that a wrong name is told before the model is loaded."""
+    if predictor is None:
+        return None
+    from predictor.registry import load_predictor
+
+    return load_predictor(predictor, tracking_uri=tracking_uri)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    return cli.run(generate, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Results on disk and on the screen: rows of numbers, a table, report.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pipelines.measure import Measured
+
+MIB = 2**20
+COLUMNS = ("cache", "KL, mean", "KL, worst text", "top-1", "MiB", "compression", "decode speed")
+
+
+def document_rows(
+    texts: Sequence[Mapping[str, Any]], measured: Sequence[Sequence[Measured]]
+) -> list[dict[str, Any]]:
+    """One JSON-able row for each text and method.
+
+    Args:
+        texts: what identifies each text.
+        measured: for each text, the methods in order, the full cache first.
+    """
+    rows = []
+    for text, methods in zip(texts, measured):
+        full = sum(methods[0].seconds)
+        for one in methods:
+            rows.append(
+                {
+                    "kind": "document",
+                    "method": one.name,
+                    **text,
+                    "kl": _mean(one.kl),
+                    "kl_steps": [round(value, 6) for value in one.kl],
+                    "top1": _mean(one.agree),
+                    "resident_bytes": one.resident_bytes,
+                    "full_bytes": one.full_bytes,
+                    "tokens_per_second": len(one.seconds) / sum(one.seconds),
+                    "speed": full / sum(one.seconds),
+                }
+            )
+    return rows
+
+
+def method_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each method: means over texts, and the worst text's KL.
+
+    Example:
+        >>> one = {"method": "ema", "kl": 0.1, "top1": 1.0, "resident_bytes": 10, "full_bytes": 40,
+        ...        "tokens_per_second": 8.0, "speed": 0.5}
+        >>> row, = method_rows([one, {**one, "kl": 0.3}])
+        >>> row["kl"], row["kl_worst"], row["compression"]
+        (0.2, 0.3, 4.0)
+    """
+    rows = []
+    for name in dict.fromkeys(row["method"] for row in documents):
+        mine = [row for row in documents if row["method"] == name]
+        resident, full = (_mean([row[key] for row in mine]) for key in ("resident_bytes", "full_bytes"))
+        rows.append(
+            {
+                "kind": "method",
+                "method": name,
+                "documents": len(mine),
+                "kl": _mean([row["kl"] for row in mine]),
+                "kl_worst": max(row["kl"] for row in mine),
+                "top1": _mean([row["top1"] for row in mine]),
+                "resident_bytes": resident,
+                "full_bytes": full,
+                "compression": full / resident,
+                "tokens_per_second": _mean([row["tokens_per_second"] for row in mine]),
+                "speed": _mean([row["speed"] for row in mine]),
+            }
+        )
+    return rows
+
+
+def table(methods: Sequence[Mapping[str, Any]]) -> str:
+    """The methods as a Markdown table whose source is aligned too, for the terminal and for the report."""
+    lines = [COLUMNS] + [
+        (
+            row["method"],
+            f"{row['kl']:.4f}",
+            f"{row['kl_worst']:.4f}",
+            f"{row['top1']:.1%}",
+            f"{row['resident_bytes'] / MIB:.2f}",
+            f"{row['compression']:.2f}x",
+            f"{row['speed']:.2f}x ({row['tokens_per_second']:.1f}/s)",
+        )
+        for row in methods
+    ]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    first, *rest = [
+        [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
+        for line in lines
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [first, rule, *rest])
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured with: processor, threads, versions."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    packages = ("fade-predictor", "torch", "transformers", "lightning", "numpy")
+    return {
+        "processor": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def report(run: Mapping[str, Any], methods: Sequence[Mapping[str, Any]], plots: Mapping[str, str]) -> str:
+    """The report, in Markdown.
+
+    Args:
+        run: the settings, machine and model of the run, as in the first line of results.jsonl.
+        methods: rows of :func:`method_rows`.
+        plots: file name -> caption.
+    """
+    settings, here = run["settings"], run["machine"]
+    texts = "\n".join(f"- {text['source']}: `{text['document']}`" for text in run["texts"])
+    pictures = "\n\n".join(f"![{caption}]({name})\n\n{caption}" for name, caption in plots.items())
+    predictors = "\n".join(f"- {name}: `{ref}`" for name, ref in settings["predictors"].items()) or "- none"
+    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    return f"""# Compressed caches against the full cache
+
+{settings["model"]}: {settings["context"]:,} tokens of prompt, then {settings["steps"]} tokens fed one at a time,
+the same to every cache; {len(run["texts"])} texts that no predictor was trained on.
+
+{table(methods)}
+
+- **KL** is KL(full cache || this cache) of the next-token distribution, in nats, mean over steps, from a
+  float32 model. **top-1** is how often the most likely next token is the full cache's.
+- **MiB** is what the cache really held at the last step, metadata and buffers included; **compression** is a
+  full cache divided by it. Both are those of a model with two-byte floats.
+- **decode speed** is relative to the full cache; all caches take turns within each step.
+- Evicting caches keep {settings["budget"]:.0%} of the context per kv head, in 4 bits, besides the first and the
+  newest tokens, which stay exact.
+
+{pictures}
+
+## How it was measured
+
+{here["processor"]}, {here["threads"]} threads; Python {here["python"]}, {versions}.
+
+Texts:
+
+{texts}
+
+Predictors:
+
+{predictors}
+
+Again: `{run["command"]}`. Every number, per text and per step, is in `results.jsonl`.
+"""
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
