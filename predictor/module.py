@@ -87,7 +87,7 @@ class PredictorModule(LightningModule):
         self.save_hyperparameters(ignore=["net"])
         self.net, self.loss, self.target, self.steps = net, loss, target, steps
         self.lr, self.weight_decay = lr, weight_decay
-        self.board = Scoreboard(budgets, target)
+        self.board = Scoreboard(budgets)
         self.layer_table: list[dict[str, float]] = []
         self.calibrated: Tensor
         self.register_buffer("calibrated", torch.tensor(False))

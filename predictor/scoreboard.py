@@ -82,13 +82,12 @@ class Scoreboard(nn.Module):
     """Recovery of a network, the oracle and the heuristics at several budgets; recall and block KL beside it.
 
     Args:
-        budgets: kept shares of the context.
-        target: ``"sum"`` or ``"max"`` of the attention that a token receives over the following steps.
+        budgets: kept shares of the context; the gate's is always among them.
     """
 
-    def __init__(self, budgets: Sequence[float] = BUDGETS, target: str = "sum") -> None:
+    def __init__(self, budgets: Sequence[float] = BUDGETS) -> None:
         super().__init__()
-        self.budgets, self.target = sorted({*budgets, GATE}, reverse=True), target
+        self.budgets = sorted({*budgets, GATE}, reverse=True)
         names = ("net", "oracle", *HEURISTICS)
         self._recovery = nn.ModuleDict({name: Recovery(self.budgets) for name in names})
         self.recall = RowMean(topk_recall, budget=GATE)
@@ -101,9 +100,9 @@ class Scoreboard(nn.Module):
 
     def update(self, net: ScoreNet, batch: Batch) -> None:
         """Add a batch."""
-        mask, eligible, target = batch["mask"], batch["eligible"], batch[f"target_{self.target}"]
+        mask, eligible, target = batch["mask"], batch["eligible"], batch["target_sum"]
         given = {"net": token_scores(net, batch), "oracle": target}
-        given |= {name: score(batch) for name, score in HEURISTICS.items()}
+        given |= {name: score(batch) for name, score in HEURISTICS.items() if name != "h2o" or "h2o" in batch}
         for name, score in given.items():
             self.recovery[name].update(score, target, mask, eligible, batch["layer"])
         self.recall.update(given["net"], target, mask, eligible)
@@ -122,6 +121,7 @@ class Scoreboard(nn.Module):
         return {
             name: dict(zip(self.budgets, metric.compute().reshape(-1).tolist()))
             for name, metric in self.recovery.items()
+            if metric.rows.any()
         }
 
     def values(self) -> dict[str, float]:
@@ -133,7 +133,7 @@ class Scoreboard(nn.Module):
             out[f"recovery_at_{budget}"] = net
             out[f"gap_closed_at_{budget}"] = gap_closed(net, best, oracle)
             out[f"oracle/recovery_at_{budget}"] = oracle
-            for name in HEURISTICS:
+            for name in measured(table):
                 out[f"heuristic/{name}/recovery_at_{budget}"] = table[name][budget]
         out[f"topk_recall_at_{GATE}"] = float(self.recall.compute())
         if self.block_kl.rows > 0:
@@ -145,9 +145,17 @@ class Scoreboard(nn.Module):
         at = self.budgets.index(GATE)
         layers = {name: metric.by_layer() for name, metric in self.recovery.items()}
         return [
-            {"layer": layer, **{name: round(float(rows[layer][at]), 5) for name, rows in layers.items()}}
+            {
+                "layer": layer,
+                **{name: round(float(rows[layer][at]), 5) for name, rows in layers.items() if rows},
+            }
             for layer in layers["net"]
         ]
+
+
+def measured(table: Mapping[str, Mapping[float, float]]) -> list[str]:
+    """Names of the heuristics in a table: traces without the ``h2o`` column lack that one."""
+    return [name for name in HEURISTICS if name in table]
 
 
 def best_heuristic(table: Mapping[str, Mapping[float, float]], budget: float = GATE) -> tuple[str, float]:
@@ -157,5 +165,5 @@ def best_heuristic(table: Mapping[str, Mapping[float, float]], budget: float = G
         >>> best_heuristic({name: {0.25: i / 10} for i, name in enumerate(HEURISTICS)})
         ('ema_ea', 0.5)
     """
-    name = max(HEURISTICS, key=lambda heuristic: table[heuristic][budget])
+    name = max(measured(table), key=lambda heuristic: table[heuristic][budget])
     return name, table[name][budget]

@@ -1,0 +1,196 @@
+"""Training: losses against formulas, and a network that learns what the heuristics cannot know."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from scipy.special import log_softmax
+from torch.utils.data import DataLoader
+
+from predictor.errors import FadeError
+from predictor.features import FEATURES
+from predictor.metrics import recovery
+from predictor.module import LOSSES, MONITOR, PredictorModule, bce_loss, kl_loss, listwise_loss, mse_loss
+from predictor.nets import BlockCNN, TokenMLP
+from predictor.scoreboard import BUDGETS, HEURISTICS, Scoreboard, block_targets, token_scores
+
+
+def fit(module, batches, epochs=1, **options):
+    """Train on whole batches, quietly, on the CPU."""
+    loader = DataLoader(batches, batch_size=None, shuffle=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        deterministic=True,
+        **options,
+    )
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+@pytest.fixture
+def rows():
+    make = torch.Generator().manual_seed(0)
+    logits, mass = torch.randn(3, 12, generator=make), torch.rand(3, 12, generator=make)
+    mask = torch.arange(12) < torch.tensor([12, 9, 5])[:, None]
+    return logits, mass, mask
+
+
+def test_listwise_and_kl_against_scipy(rows):
+    logits, mass, mask = rows
+    cross, entropy = [], []
+    for i in range(3):
+        keep = mask[i].numpy()
+        p = mass[i].double().numpy()[keep]
+        p /= p.sum()
+        cross.append(-(p * log_softmax(logits[i].double().numpy()[keep])).sum())
+        entropy.append(-(p * np.log(p)).sum())
+    assert listwise_loss(*rows).item() == pytest.approx(np.mean(cross), abs=1e-5)
+    assert kl_loss(*rows).item() == pytest.approx(np.mean(cross) - np.mean(entropy), abs=1e-5)
+
+
+def test_bce_marks_the_top_quarter(rows):
+    logits, mass, mask = rows
+    total, count = 0.0, 0
+    for i in range(3):
+        free = [j for j in range(12) if mask[i, j]]
+        top = set(sorted(free, key=lambda j: -float(mass[i, j]))[: int(np.ceil(len(free) * 0.25))])
+        for j in free:
+            p = 1 / (1 + np.exp(-float(logits[i, j])))
+            total -= np.log(p if j in top else 1 - p)
+            count += 1
+    assert bce_loss(logits, mass, mask).item() == pytest.approx(total / count, abs=1e-5)
+
+
+def test_mse_ignores_the_scale_of_a_forecast(rows):
+    logits, mass, mask = rows
+    assert mse_loss(mass.log() + torch.tensor([[3.0], [-7.0], [0.0]]), mass, mask) == pytest.approx(
+        0, abs=1e-5
+    )
+    free = [(logits - mass.log())[i][mask[i]].double().numpy() for i in range(3)]
+    expected = sum(((x - x.mean()) ** 2).sum() for x in free) / sum(map(len, free))
+    assert mse_loss(logits, mass, mask).item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_masked_places_have_no_gradient_and_no_row_gives_nan(rows, name):
+    logits, mass, mask = rows
+    mask = mask.clone()
+    mask[2] = False  # a row without a candidate
+    logits = logits.clone().requires_grad_()
+    loss = LOSSES[name](logits, mass, mask)
+    loss.backward()
+    assert loss.isfinite()
+    assert logits.grad is not None
+    assert (logits.grad[~mask] == 0).all()
+    assert (logits.grad[mask] != 0).any()
+
+
+def test_block_targets_are_the_mean_future_mass_of_prompt_blocks(make_batch, spec):
+    batch = make_batch([111, 163])
+    mass, eligible = block_targets(batch, None)
+    for i, length in ((0, 111), (2, 163)):
+        for block in range(batch["block_size"].shape[1]):
+            slots = [j for j in range(block * 16, block * 16 + 16) if j < length]
+            inside = [j for j in slots if batch["eligible"][i, j]]
+            assert bool(eligible[i, block]) == bool(inside)
+            if inside and len(slots) == 16:
+                assert mass[i, block].item() == pytest.approx(
+                    batch["target_sum"][i, slots].sum().item(), rel=1e-3
+                )
+    first, _ = block_targets(batch, 1)
+    torch.testing.assert_close(first, batch["future_mean"][:, 0, : mass.shape[1]] * batch["block_size"])
+
+
+def test_board_agrees_with_the_functions(make_batch):
+    batches = [make_batch([111, 163], seed=seed) for seed in (1, 2)]
+    board, net = Scoreboard(), TokenMLP()
+    for batch in batches:
+        board.update(net, batch)
+    table = board.table()
+    assert table["net"] == pytest.approx(table["ema_ea"])
+    for name in HEURISTICS:
+        parts = [
+            recovery(HEURISTICS[name](b), b["target_sum"], b["mask"], b["eligible"], BUDGETS) for b in batches
+        ]
+        assert list(table[name].values()) == pytest.approx(torch.cat(parts).mean(0).tolist(), abs=1e-5)
+        assert all(table["oracle"][budget] >= table[name][budget] - 1e-6 for budget in BUDGETS)
+    assert len(board.by_layer()) == 2
+    board.reset()
+    assert not board.by_layer()
+
+
+def test_no_batch_of_a_heuristic_needs_the_h2o_column(make_batch):
+    batch = make_batch([111])
+    del batch["h2o"]
+    board = Scoreboard()
+    board.update(TokenMLP(), batch)
+    assert "h2o" not in board.table()
+    assert "ema" in board.table()
+
+
+def misleading(batch):
+    """A task where the closed form is wrong by construction: what is kept is told by the value norm alone."""
+    signal = batch["tokens"][..., FEATURES.index("value_norm")]
+    batch["target_sum"] = (3 * signal).softmax(-1) * batch["mask"]
+    return batch
+
+
+def test_mlp_learns_what_the_closed_form_cannot_know(make_batch):
+    seed_everything(0, verbose=False)
+    batches = [misleading(make_batch([140, 140], seed=seed)) for seed in range(6)]
+    held = misleading(make_batch([140, 140], seed=99))
+    module = PredictorModule(TokenMLP(hidden=16, depth=1), lr=0.02)
+    before = module.loss_of(held).item()
+    trainer = fit(module, batches, epochs=15)
+    assert module.loss_of(held).item() < before - 0.3
+    board = Scoreboard()
+    board.update(module.net, held)
+    table = board.table()
+    assert table["net"][0.5] > table["ema_ea"][0.5] + 0.02
+    assert {MONITOR, "val/heuristic/ema/recovery_at_0.125", "val/gap_closed_at_0.5"} <= set(
+        trainer.callback_metrics
+    )
+
+
+def test_cnn_learns_a_march_that_the_average_misses(make_batch):
+    """Attention moves on by one block: the future of a block is the past of the block before it."""
+    seed_everything(0, verbose=False)
+
+    def marching(batch):
+        past = batch["history_mean"].mean(1, keepdim=True)
+        batch["future_mean"][:, :, : past.shape[2]] = past.roll(1, dims=2)
+        return batch
+
+    batches = [marching(make_batch([263, 263], seed=seed)) for seed in range(6)]
+    held = marching(make_batch([263, 263], seed=99))
+    module = PredictorModule(BlockCNN(window=8, channels=(8, 8)), lr=0.02, loss="kl")
+    before = module.loss_of(held).item()
+    fit(module, batches, epochs=20)
+    assert module.loss_of(held).item() < 0.5 * before
+
+
+def test_same_seed_same_weights(make_batch):
+    def train(seed):
+        seed_everything(seed, verbose=False)
+        module = PredictorModule(TokenMLP(hidden=8), lr=0.01)
+        fit(module, [make_batch([111, 140], seed=5)], epochs=2)
+        return token_scores(module.net, make_batch([111]))
+
+    first = train(1)
+    assert torch.equal(train(1), first)
+    assert not torch.equal(train(2), first)
+
+
+def test_unknown_loss_and_budget_are_named():
+    with pytest.raises(FadeError, match="'hinge'.*listwise"):
+        PredictorModule(TokenMLP(), loss="hinge")
+    with pytest.raises(FadeError, match="1.5"):
+        PredictorModule(TokenMLP(), budgets=(1.5,))
