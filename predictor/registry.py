@@ -68,12 +68,11 @@ def quiet_mlflow() -> None:
 def _client(tracking_uri: str | None) -> Any:
     quiet_mlflow()
     from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
 
     uri, _ = resolve_store(tracking_uri)
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
-    except MlflowException as error:
+    except Exception as error:  # mlflow's own, or sqlalchemy's of whatever database it is
         raise FadeError(f"tracking URI {uri} cannot be opened: {str(error).splitlines()[0]}") from error
 
 
