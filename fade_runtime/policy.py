@@ -1,0 +1,143 @@
+"""Policies: attention statistics -> importance scores.
+
+A policy keeps one number per token and kv head, its *state*. The prompt gives it a first value; each decode step
+decays it and adds the attention that the token received; from time to time it is turned into a score. Adding a policy
+takes a class here (or in a file of its own) and one line in :data:`POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from predictor import rope, scores
+from predictor.features import attention_rows, h2o_mass, prefill_features
+
+if TYPE_CHECKING:
+    from fade_runtime.config import FadeConfig
+    from predictor.bundle import Predictor
+
+WINDOW = 64  # prompt queries that start the moving average
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One sequence in one layer at the end of its prefill, padding cut off.
+
+    Attributes:
+        query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
+        table: gives the rotary table of slots 0 .. n - 1, or None without rotation.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    table: Callable[[int], rope.Table | None]
+
+
+class Policy:
+    """The newest tokens are kept; no statistics. Also the base of the others."""
+
+    name = "position"
+    decay: float | None = None  # of the state, per step; None: no statistics
+    gain: float = 1.0
+
+    def start(self, prompt: Prompt) -> Tensor | None:
+        """State [H, S] float32 after the prompt, or None."""
+        return None
+
+    def weights(self, steps: int, device: torch.device) -> Tensor | None:
+        """Weight [steps] of each new query's attention in the state, the newest last."""
+        if self.decay is None:
+            return None
+        age = torch.arange(steps - 1, -1, -1, device=device, dtype=torch.float32)
+        return self.gain * self.decay**age
+
+    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+        """Importance of tokens, higher = keep.
+
+        Args:
+            state, slots: [T] of one or many rows. seen: logical tokens so far. prompt: tokens of the first prompt.
+        """
+        return scores.position(slots)
+
+
+class H2O(Policy):
+    """Attention received since the token was seen, per query that could see it."""
+
+    name = "h2o"
+    decay = 1.0
+
+    def start(self, prompt: Prompt) -> Tensor:
+        """Mass over all queries of the prompt."""
+        return h2o_mass(prompt.query, prompt.key, prompt.scaling)
+
+    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+        """Mass divided by the number of queries that could see the token."""
+        return scores.h2o(state, seen - slots)
+
+
+class Ema(Policy):
+    """Moving average of attention; starts from the last queries of the prompt, then follows decoding."""
+
+    name = "ema"
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.gain = 1 - decay
+
+    def start(self, prompt: Prompt) -> Tensor:
+        """Average over the last :data:`WINDOW` queries of the prompt."""
+        last = prompt.query[:, -WINDOW:]
+        rows = attention_rows(last, prompt.key, prompt.scaling, first=prompt.key.shape[1] - last.shape[1])
+        assert self.decay is not None
+        return scores.ema(rows, self.decay)
+
+    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+        """The average; for tokens younger than the prompt corrected for starting at zero.
+
+        Source: Kingma and Ba 2015, Adam (arXiv 1412.6980), section 3.
+        """
+        assert self.decay is not None
+        started = 1 - self.decay ** (seen - slots).clamp(min=1).float()
+        return state / torch.where(slots < prompt, 1.0, started)
+
+
+class Learned(Ema):
+    """A predictor's forecast of attention over the coming steps, which decoding then corrects."""
+
+    name = "learned"
+
+    def __init__(self, predictor: Predictor) -> None:
+        super().__init__(decay=1 - 1 / predictor.spec.horizon)
+        self.predictor = predictor
+
+    @torch.no_grad()
+    def start(self, prompt: Prompt) -> Tensor:
+        """The forecast as a share of attention: it sums to 1 over the tokens of a kv head."""
+        spec = self.predictor.spec
+        table = prompt.table(prompt.key.shape[1] + spec.horizon)
+        seen = prefill_features(
+            prompt.query, prompt.key, prompt.value, scaling=prompt.scaling, table=table, spec=spec
+        )
+        return self.predictor.score(seen).float().softmax(-1)
+
+
+def _learned(config: FadeConfig) -> Policy:
+    from predictor.registry import load_predictor
+
+    assert config.predictor is not None
+    return Learned(load_predictor(config.predictor))
+
+
+POLICIES: dict[str, Callable[[FadeConfig], Policy]] = {
+    "position": lambda config: Policy(),
+    "h2o": lambda config: H2O(),
+    "ema": lambda config: Ema(config.ema_decay),
+    "learned": _learned,
+}
