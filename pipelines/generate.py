@@ -19,7 +19,7 @@ def generate(
     predictor: str | None = None,
     preset: str | None = None,
     policy: str | None = None,
-    budget: float | int | None = None,
+    budget: int | float | None = None,
     prompt: str | None = None,
     prompt_file: Path | None = None,
     prompt_tokens: int = 1024,
@@ -68,7 +68,7 @@ def generate(
     print(f"\n{summary(cache.memory_report(), dtype)}\n{streamer.summary()}")
 
 
-def choose_config(predictor: Any, preset: str | None, policy: str | None, budget: float | int | None) -> Any:
+def choose_config(predictor: Any, preset: str | None, policy: str | None, budget: int | float | None) -> Any:
     """The FadeConfig that the options of `generate` ask for.
 
     Raises:

@@ -1,0 +1,95 @@
+"""Measuring a cache against the full one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import entropy
+
+from fade_runtime import FadeConfig
+from pipelines.measure import FULL, Method, compare, dense_twin, kl_divergence
+
+CONTEXT, STEPS = 301, 33
+EVICTING = [
+    Method(policy, FadeConfig(int4_budget=0.25, eviction_policy=policy)) for policy in ("position", "h2o", "ema")
+]
+METHODS = [Method(FULL, None), Method("safe", FadeConfig.safe()), *EVICTING]
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(256, (1, CONTEXT + STEPS), generator=torch.Generator().manual_seed(1))
+
+
+def test_kl_is_scipys() -> None:
+    p, q = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) * 3
+    expected = entropy(*(np.exp(x.double().numpy()) for x in (p, q)))
+    assert kl_divergence(p, q) == pytest.approx(expected, rel=1e-9)
+    assert kl_divergence(p, q + 5) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_cache_that_compresses_nothing_loses_nothing(model: Any, tokens: torch.Tensor) -> None:
+    exact = Method("exact", FadeConfig.safe(recent_window=CONTEXT + STEPS))
+    full, other = compare(model, [Method(FULL, None), exact], tokens, STEPS)
+    assert other.kl == full.kl == [0.0] * STEPS
+    assert all(other.agree)
+
+
+def test_loss_is_that_of_the_models_own_logits(tiny_model: Callable[..., Any], tokens: torch.Tensor) -> None:
+    """The full cache's side comes from one plain forward, the other from `generate`-like steps by hand."""
+    from fade_runtime import create_tiered_cache
+    from fade_runtime.hf import forward_kwargs
+
+    config = FadeConfig(int4_budget=0.25, eviction_policy="position")
+    _, measured = compare(tiny_model(), [Method(FULL, None), Method("position", config)], tokens, STEPS)
+    full = tiny_model()(tokens).logits[0, CONTEXT:]
+    model = tiny_model()
+    cache = create_tiered_cache(model, config)
+    model(tokens[:, :CONTEXT], **forward_kwargs(cache, model))
+    for step in range(STEPS):
+        at = CONTEXT + step
+        logits = model(tokens[:, at : at + 1], **forward_kwargs(cache, model)).logits[0, -1]
+        assert measured.kl[step] == pytest.approx(kl_divergence(full[step], logits), rel=0.02, abs=1e-6)
+
+
+def test_less_memory_costs_quality_and_counts_are_complete(model: Any, tokens: torch.Tensor) -> None:
+    ticks = []
+    measured = compare(model, METHODS, tokens, STEPS, lambda: ticks.append(1))
+    by = {one.name: one for one in measured}
+    assert [one.name for one in measured] == [method.name for method in METHODS]
+    for one in measured:
+        assert (len(one.kl), len(one.agree), len(one.seconds)) == (STEPS, STEPS, STEPS - 1)
+        assert one.full_bytes == by[FULL].resident_bytes
+    mean = {name: np.mean(one.kl) for name, one in by.items()}
+    assert 0 == mean[FULL] < mean["safe"] < mean["position"]
+    assert by["position"].resident_bytes < by["safe"].resident_bytes < by[FULL].resident_bytes
+    assert len(ticks) == len(METHODS) + STEPS
+
+
+@pytest.mark.parametrize("name", ["safe", "position", "h2o", "ema"])
+def test_bytes_are_those_of_a_bfloat16_model(name: str, tiny_model: Callable[..., Any], tokens: torch.Tensor) -> None:
+    method = next(method for method in METHODS if method.name == name)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        full, one = compare(tiny_model().to(dtype), [Method(FULL, None), method], tokens, STEPS)
+        found[dtype] = (full.resident_bytes, full.full_bytes, one.resident_bytes, one.full_bytes)
+    assert found[torch.float32] == found[torch.bfloat16]
+    layers, heads, dim = 2, 2, 16
+    assert found[torch.float32][0] == 2 * 2 * layers * heads * dim * (CONTEXT + STEPS)
+
+
+def test_a_twin_shares_weights_but_not_attention(model: Any, tokens: torch.Tensor) -> None:
+    twin = dense_twin(model)
+    assert all(a is b for a, b in zip(model.parameters(), twin.parameters()))
+    model.set_attn_implementation("eager")
+    assert twin.config._attn_implementation != "eager"
+    torch.testing.assert_close(twin(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_the_full_cache_comes_first(model: Any, tokens: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="must be full"):
+        compare(model, METHODS[1:], tokens, STEPS)
