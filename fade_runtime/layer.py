@@ -231,6 +231,7 @@ class TieredLayer(CacheLayerMixin):
         row, column = leaving[:, None].expand(-1, heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
         slot = full.slots[row // heads, column].long()
         state = None if full.state is None else full.state.reshape(-1, columns)[row, column]
+        staying = self._staying(from_recent)
 
         kept_old, kept_new = self._choose(row, slot, state)
         packed = self._packed if kept_old is None else self._packed.keep(kept_old)
@@ -239,7 +240,7 @@ class TieredLayer(CacheLayerMixin):
             state = None if state is None else state[kept_new]
         key, value = (t.reshape(-1, columns, dim)[row, column] for t in (full.key, full.value))
         self.packed = packed.join(pack_tokens(key, value, row, slot, state))
-        self.full = self._full_columns(self._staying(from_recent))
+        self.full = self._full_columns(staying)
 
     def _choose(self, row: Tensor, slot: Tensor, state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Which packed and which leaving tokens stay: [T] and [new] bool, or None for all."""
@@ -262,12 +263,12 @@ class TieredLayer(CacheLayerMixin):
     def _staying(self, from_recent: int) -> Tensor:
         """Columns [B, n_sink + window] of the full-precision tokens that stay; -1 where a short row has none."""
         full = self._full
-        sinks = torch.arange(self.config.n_sink, device=self.device)
-        sinks = sinks + (0 if self._compressed else self._pad[:, None])  # uncompressed columns are slots
-        sinks = sinks.expand(full.slots.shape[0], -1)
-        there = (sinks < len(full)) & (full.slots.gather(1, sinks.clamp(max=len(full) - 1)) < from_recent)
+        sinks = self._pad[:, None] + torch.arange(self.config.n_sink, device=self.device)  # [B, n_sink] slots
+        found = full.slots[:, None, :] == sinks[:, :, None]
+        there = found.any(-1) & (sinks < from_recent)
+        sinks = torch.where(there, found.int().argmax(-1), -1)
         recent = torch.arange(len(full) - min(self.config.recent_window, len(full)), len(full), device=self.device)
-        return torch.cat((torch.where(there, sinks, -1), recent.expand(sinks.shape[0], -1)), dim=1)
+        return torch.cat((sinks, recent.expand(sinks.shape[0], -1)), dim=1)
 
     def _full_columns(self, columns: Tensor) -> FullTokens:
         """Full-precision tokens at ``columns`` [B, n] (-1: a hole), copied."""

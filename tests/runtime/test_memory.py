@@ -1,0 +1,100 @@
+"""Bytes are what is reachable, and they fall."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
+from fade_runtime.hf import forward_kwargs
+
+
+def reachable(root: Any) -> Iterator[Tensor]:
+    """Every tensor that can be reached from an object by attributes, items and closures (not by weak references)."""
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, (str, bytes, int, float, type, torch.dtype, torch.device)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            yield thing
+        elif isinstance(thing, dict):
+            todo += [*thing.keys(), *thing.values()]
+        elif isinstance(thing, (list, tuple, set)):
+            todo += list(thing)
+        elif isinstance(thing, nn.Module):
+            todo += [*thing.parameters(), *thing.buffers(), *vars(thing).values()]
+        elif callable(thing) and getattr(thing, "__closure__", None):
+            todo += [cell.cell_contents for cell in thing.__closure__]
+        if hasattr(thing, "__dict__") and not isinstance(thing, Tensor):
+            todo += list(vars(thing).values())
+
+
+def reachable_bytes(cache: TieredCache) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(cache)}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("policy", ["position", "h2o", "ema"])
+@pytest.mark.parametrize("budget", [None, 0.25])
+def test_report_equals_reachable_bytes_at_every_stage(model: Any, policy: str, budget: float | None) -> None:
+    config = FadeConfig(n_sink=2, recent_window=16, int4_budget=budget, eviction_policy=policy, reassign_every=16)
+    cache = create_tiered_cache(model, config)
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) == 0
+    ids = torch.randint(0, 250, (2, 300))
+    model(ids, **forward_kwargs(cache, model))
+    sizes = []
+    for step in range(120):
+        if step % 29 == 0:
+            assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
+            sizes.append(cache.memory_report()["compression"])
+        model(ids[:, step : step + 1], **forward_kwargs(cache, model))
+    assert min(sizes) > (3.5 if budget is None else 6.0)  # float32 model
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
+    cache.crop(-3)
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
+    cache.reset()
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) == 0
+
+
+def test_full_bytes_are_those_of_a_stock_cache(model: Any) -> None:
+    ids = torch.randint(0, 250, (2, 130))
+    cache, stock = create_tiered_cache(model), DynamicCache(config=model.config)
+    for each in (cache, stock):
+        model(ids, **forward_kwargs(each, model))
+    expected = sum(t.nbytes for layer in stock.layers for t in (layer.keys, layer.values))
+    assert cache.memory_report()["full_bytes"] == expected
+
+
+def test_memory_is_flat_at_a_fixed_budget(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model(num_hidden_layers=1)
+    cache = create_tiered_cache(model, FadeConfig(n_sink=2, recent_window=8, int4_budget=40, reassign_every=8))
+    model(torch.randint(0, 250, (1, 64)), **forward_kwargs(cache, model))
+    sizes, pages = [], []
+    for _ in range(1200):
+        model(torch.randint(0, 250, (1, 1)), **forward_kwargs(cache, model))
+        sizes.append(cache.memory_report()["resident_bytes"])
+        assert cache.tiered[0].packed is not None
+        pages.append(len(cache.tiered[0].packed.page_len))
+    assert cache.memory_report()["tokens"]["INT4"] == 2 * 40
+    assert max(sizes[600:]) <= max(sizes[:600]) * 1.1
+    assert max(pages) <= 2 * 40
+
+
+def test_padding_earns_no_memory(model: Any) -> None:
+    """A row with 200 slots of padding keeps only its own tokens."""
+    ids = torch.randint(3, 250, (2, 300))
+    mask = torch.ones_like(ids)
+    mask[1, :200] = 0
+    cache = create_tiered_cache(model, FadeConfig(n_sink=2, recent_window=8))
+    model(ids, attention_mask=mask, **forward_kwargs(cache, model))
+    packed = cache.tiered[0].packed
+    assert packed is not None
+    assert torch.bincount(packed.token_row()).tolist() == [290, 290, 90, 90]
+    assert int(packed.slots()[packed.token_row() == 2].min()) == 202

@@ -1,0 +1,131 @@
+"""The storage format: codes, groups, pages, ragged rows."""
+
+import math
+
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fade_runtime import quant
+from fade_runtime.kernels.reference import dequantise, packed_scores, packed_values
+from fade_runtime.packed import PackedTokens, pack_tokens
+
+DIMS = [16, 64, 80, 96, 128]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@given(data=st.data())
+def test_pack_is_lossless_and_dense(bits: int, data: st.DataObject) -> None:
+    tokens, dim = data.draw(st.integers(0, 9)), 8 * data.draw(st.integers(1, 5))
+    codes = torch.randint(0, 1 << bits, (tokens, dim), dtype=torch.uint8)
+    packed = quant.pack(codes, bits)
+    assert packed.shape == (tokens, dim * bits // 8)
+    assert torch.equal(quant.unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_hadamard_is_the_textbook_matrix_in_blocks(dim: int) -> None:
+    power = math.gcd(dim, 1 << 20)
+    block = torch.tensor(scipy.linalg.hadamard(power), dtype=torch.float32) / power**0.5
+    x = torch.randn(3, dim)
+    expected = (x.view(3, -1, power) @ block).view(3, dim)
+    torch.testing.assert_close(quant.hadamard(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@given(data=st.data())
+def test_reconstruction_is_within_half_a_step(dim: int, data: st.DataObject) -> None:
+    """Keys by channel and page, values by token and group, against brute-force ranges."""
+    lengths = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=4))
+    torch.manual_seed(sum(lengths))
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    total = len(rows)
+    key, value = torch.randn(total, dim) * 3 + 1, torch.randn(total, dim) * 0.1
+    packed = pack_tokens(key, value, rows, torch.arange(total), None)
+    back_key, back_value = dequantise(packed, torch.float32)
+    error_key, error_value = quant.hadamard(back_key - key).abs(), quant.hadamard(back_value - value).abs()
+    rotated_key, rotated_value = quant.hadamard(key), quant.hadamard(value)
+    start = 0
+    for length in lengths:
+        for first in range(start, start + length, 64):
+            page = slice(first, min(first + 64, start + length))
+            step = (rotated_key[page].amax(0) - rotated_key[page].amin(0)) / 15
+            assert bool((error_key[page] <= 0.5 * step + 6e-3).all())
+        start += length
+    group = dim // quant.value_groups(dim)
+    split = rotated_value.view(total, dim // group, group)
+    step = ((split.amax(-1) - split.amin(-1)) / 15).repeat_interleave(group, -1) if total else rotated_value
+    assert bool((error_value <= 0.5 * step + 1e-3).all())
+
+
+def test_equal_tokens_survive_exactly() -> None:
+    packed = pack_tokens(torch.full((5, 16), 2.0), torch.zeros(5, 16), torch.zeros(5, dtype=torch.long), torch.arange(5), None)
+    key, value = dequantise(packed, torch.float32)
+    torch.testing.assert_close(key, torch.full((5, 16), 2.0), atol=1e-3, rtol=0)
+    assert bool((value == 0).all())
+
+
+def _ragged(lengths: list[int], dim: int = 32) -> PackedTokens:
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    slots = torch.cat([torch.arange(n) * 3 + 4 for n in lengths] or [rows])
+    torch.manual_seed(1)
+    return pack_tokens(torch.randn(len(rows), dim), torch.randn(len(rows), dim), rows, slots, torch.rand(len(rows)))
+
+
+@pytest.mark.parametrize("lengths", [[130, 0, 17, 64], [1], [64, 128], [200, 63, 5, 111, 0]], ids=str)
+@pytest.mark.parametrize("queries", [1, 6])
+def test_packed_attention_equals_dequantised(lengths: list[int], queries: int) -> None:
+    packed = _ragged(lengths)
+    packed = packed.keep(torch.rand(len(packed)) < 0.8)  # pages with gaps
+    key, value = dequantise(packed, torch.float32)
+    row = packed.token_row()
+    query, probs = torch.randn(len(lengths), queries, 32), torch.rand(len(packed), queries)
+    expected = torch.stack([query[r] @ k for r, k in zip(row.tolist(), key)]) if len(packed) else probs
+    torch.testing.assert_close(packed_scores(quant.hadamard(query), packed), expected, atol=1e-4, rtol=1e-4)
+    sums = torch.zeros(len(lengths), queries, 32)
+    for token, r in enumerate(row.tolist()):
+        sums[r] += probs[token][:, None] * value[token]
+    out = quant.hadamard(packed_values(probs, packed, len(lengths)))
+    torch.testing.assert_close(out, sums, atol=1e-4, rtol=1e-4)
+
+
+def test_keep_moves_codes_and_frees_empty_pages() -> None:
+    packed = _ragged([130, 0, 70])
+    kept = torch.zeros(200, dtype=torch.bool)
+    kept[[3, 5, 129, 140]] = True  # the second page of row 0 and the second page of row 2 end up empty
+    small = packed.keep(kept)
+    assert small.page_len.tolist() == [2, 1, 1]
+    assert small.token_row().tolist() == [0, 0, 0, 2]
+    assert torch.equal(small.slots(), packed.slots()[kept])
+    assert small.state is not None
+    assert packed.state is not None
+    assert torch.equal(small.state, packed.state[kept])
+    for ours, theirs in zip(dequantise(small, torch.float32), dequantise(packed, torch.float32)):
+        assert torch.equal(ours, theirs[kept])  # not quantised again
+    bytes_held = sum(t.untyped_storage().nbytes() for t in small.tensors().values())
+    assert bytes_held < 5 * 80 + 3 * (4 * 32 + 12)
+
+
+def test_select_rows_and_join_keep_the_order_within_rows() -> None:
+    packed = _ragged([5, 0, 70])
+    picked = packed.select_rows(torch.tensor([2, 0, 2, 1]))
+    assert picked.token_row().tolist() == [0] * 70 + [1] * 5 + [2] * 70
+    assert torch.equal(picked.slots()[:70], picked.slots()[75:])
+    key = dequantise(packed, torch.float32)[0]
+    assert torch.equal(dequantise(picked, torch.float32)[0][70:75], key[:5])
+    rows = torch.tensor([0, 1, 1, 2])
+    new = pack_tokens(torch.randn(4, 32), torch.randn(4, 32), rows, torch.tensor([900, 901, 902, 900]), torch.rand(4))
+    joined = packed.join(new)
+    assert joined.token_row().tolist() == [0] * 6 + [1] * 2 + [2] * 71
+    assert bool((joined.slots().diff()[joined.token_row().diff() == 0] > 0).all())
+    assert torch.equal(dequantise(joined, torch.float32)[0][5], dequantise(new, torch.float32)[0][0])
+
+
+@pytest.mark.parametrize(("gap", "dtype"), [(1, torch.uint8), (9, torch.int16), (40_000, torch.int32)])
+def test_slots_use_the_smallest_type_that_holds_them(gap: int, dtype: torch.dtype) -> None:
+    slots = torch.arange(50) * gap + 7
+    packed = pack_tokens(torch.randn(50, 16), torch.randn(50, 16), torch.zeros(50, dtype=torch.long), slots, None)
+    assert packed.offset.dtype == dtype
+    assert torch.equal(packed.slots(), slots)
