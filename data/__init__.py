@@ -1,0 +1,1 @@
+"""Text to traces to batches: what a predictor is trained on."""

@@ -1,0 +1,138 @@
+"""The built-in corpus: real text that every machine with this project already has. Nothing is downloaded.
+
+Four families: the reference topics of the standard library, docstrings of its modules, source of its other
+modules, and docstrings of installed scientific packages. Files are read and parsed with ``ast``, never imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sklearn", "sympy")  # dependencies of the dependencies
+MIN_DOCSTRING = 400  # characters; shorter docstrings are mostly signatures
+_LEFT_OUT = {
+    "__pycache__", "_vendor", "conftest.py", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
+    "pydoc_data", "site-packages", "test", "testing", "tests", "turtledemo",
+}  # fmt: skip
+
+
+class Text(NamedTuple):
+    """A piece of text as its source gives it.
+
+    Attributes:
+        source: family, such as ``"topics"`` or ``"book.txt"``; documents are made of one source.
+        origin: what it was cut from; two splits never share an origin.
+        text: the text.
+    """
+
+    source: str
+    origin: str
+    text: str
+
+
+def builtin_families(seed: int) -> list[Iterator[Text]]:
+    """Open the four families of the built-in corpus, each a lazy stream in an order drawn from ``seed``.
+
+    Example:
+        >>> topics = builtin_families(seed=0)[0]
+        >>> next(topics).source
+        'topics'
+    """
+    stdlib = _shuffled(python_files(Path(sysconfig.get_paths()["stdlib"])), seed)
+    documented = [file for file in stdlib if not _reads_as_source(file)]
+    return [
+        _topics(seed),
+        _docstrings("stdlib-docs", documented),
+        _sources("stdlib-source", [file for file in stdlib if _reads_as_source(file)]),
+        _docstrings("package-docs", _shuffled(_package_files(), seed)),
+    ]
+
+
+def python_files(root: Path) -> list[tuple[str, Path]]:
+    """List (dotted module name, file) of the modules under ``root``, without tests and vendored code, sorted."""
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        if not _LEFT_OUT.intersection((*parts, file.name)) and not file.name.startswith("test_"):
+            found.append((".".join(parts), file))
+    return found
+
+
+def docstrings(module: str, source: str) -> Iterator[tuple[str, str]]:
+    """Yield (qualified name, docstring) of the module, its classes and functions; long ones only.
+
+    Example:
+        >>> code = "def f():\\n    '''" + "Words of a docstring. " * 20 + "'''"
+        >>> [name for name, _ in docstrings("m", code)]
+        ['m.f']
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's code
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:
+            return
+    stack: list[tuple[str, ast.AST]] = [(module, tree)]
+    while stack:
+        name, node = stack.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text and len(text) >= MIN_DOCSTRING:
+                yield name, text
+            inner = [
+                n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            stack.extend((f"{name}.{n.name}", n) for n in reversed(inner))
+
+
+def _reads_as_source(file: tuple[str, Path]) -> bool:
+    """Send a standard-library module to the source family or the docstring family, never to both."""
+    return zlib.crc32(file[0].encode()) % 2 == 0
+
+
+def _shuffled(files: list[tuple[str, Path]], seed: int) -> list[tuple[str, Path]]:
+    return random.Random(f"corpus {seed}").sample(files, len(files))
+
+
+def _package_files() -> list[tuple[str, Path]]:
+    found = []
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)  # finds a top-level package without importing it
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            found += [(f"{package}.{module}", file) for module, file in python_files(Path(folder))]
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _topics(seed: int) -> Iterator[Text]:
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    for name in random.Random(f"corpus {seed}").sample(names, len(names)):
+        yield Text("topics", f"topics/{name}", topics[name])
+
+
+def _docstrings(family: str, files: list[tuple[str, Path]]) -> Iterator[Text]:
+    for module, file in files:
+        for name, text in docstrings(module, _read(file)):
+            yield Text(family, module, f"{name}\n\n{text}\n")
+
+
+def _sources(family: str, files: list[tuple[str, Path]]) -> Iterator[Text]:
+    for module, file in files:
+        if text := _read(file):
+            yield Text(family, module, text)

@@ -1,0 +1,83 @@
+"""The language model that is watched: loaded once, in memory of its own, ready to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from predictor.errors import FadeError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_lm(name: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer from a directory, or from the hub by id.
+
+    Weights are copied off the memory map that safetensors leaves them on, without which decoding on a CPU crawls.
+
+    Args:
+        name: a model directory, or a hub id such as ``"org/name"``.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+    Returns:
+        The model, in eval mode and on the CPU, and its tokenizer.
+
+    Raises:
+        FadeError: unknown dtype; a directory that is missing or is not a model's; an id the hub does not give.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise FadeError(f"dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
+    tokenizer = load_tokenizer(name)
+    model = _load(AutoModelForCausalLM, name, dtype=DTYPES[dtype])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval(), tokenizer
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """Load the tokenizer of a model directory or hub id.
+
+    Raises:
+        FadeError: a directory that is missing or has none; an id the hub does not give.
+    """
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer, name)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text of any length, with the special tokens that the model expects."""
+    return tokenizer(text, verbose=False)["input_ids"]
+
+
+def _load(loader: Any, name: str | Path, **options: Any) -> Any:
+    local = Path(name).is_dir()
+    if not local and not is_hub_id(str(name)):
+        raise FadeError(
+            f"model directory {name} does not exist; make the demo's with: python -m pipelines.demo_model, "
+            "or name a directory or a hub id"
+        )
+    try:
+        return loader.from_pretrained(name, local_files_only=local, **options)
+    except Exception as error:  # transformers, safetensors and the hub client raise many kinds
+        reason = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        ).strip()
+        remedy = "make it again, or name another" if local else "check the id and the connection"
+        raise FadeError(f"model {name} cannot be loaded: {reason}; {remedy}") from error
+
+
+def is_hub_id(name: str) -> bool:
+    """Tell a hub id from a path that is not there: one slash at most, and its first part is no folder here.
+
+    Example:
+        >>> is_hub_id("org/name"), is_hub_id("./models/name"), is_hub_id("a/b/c")
+        (True, False, False)
+    """
+    parts = name.split("/")
+    plain = all(part and not part.startswith((".", "~")) for part in parts)
+    return plain and len(parts) <= 2 and not Path(parts[0]).exists()

@@ -1,0 +1,177 @@
+"""Recording attention inside a language model's forward pass.
+
+:func:`record_forward` runs a model once over one document under an attention function of our own, which computes
+the output exactly as transformers' SDPA function does and hands queries, keys and values to an
+:class:`AttentionRecorder`. The recorder travels with the call, as a keyword, so two models never mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from data.trace import Row
+from predictor import rope
+from predictor.errors import FadeError
+from predictor.features import FLOOR, FeatureSpec, attention_rows, h2o_mass, pool_blocks, prefill_features
+
+NAME = "fade_record"
+_CHANGES_SCORES = ("s_aux", "softcap", "position_bias")  # arguments that would make the recorded rows wrong
+
+
+class AttentionRecorder:
+    """Turns each layer's queries, keys and values into trace rows, one layer at a time.
+
+    Args:
+        prompt: number of prompt tokens S; the rest of the document is the continuation.
+        spec: features, window and block.
+        table: rotary table of slots 0 .. S + horizon - 1, or None.
+        h2o: also sum the attention that each prompt token received from the whole prompt.
+
+    Attributes:
+        rows: trace rows without ``doc``, ``split`` and ``source``.
+    """
+
+    def __init__(self, prompt: int, spec: FeatureSpec, table: rope.Table | None, h2o: bool = True):
+        self.prompt, self.spec, self.table, self.h2o = prompt, spec, table, h2o
+        self.rows: list[Row] = []
+
+    def observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+        """Record one layer.
+
+        Args:
+            layer: its index.
+            query: [Hq, S + T, D] rotated. key, value: [H, S + T, D]. scaling: factor on the scores.
+        """
+        slots, steps = self.prompt, query.shape[1] - self.prompt
+        # the prompt's features are computed from the prompt alone: nothing after it can leak in
+        past = query[:, :slots], key[:, :slots], value[:, :slots]
+        seen = prefill_features(*past, scaling=scaling, table=self.table, spec=self.spec)
+        future = attention_rows(query[:, slots:], key, scaling, first=slots)  # [H, T, S + T]
+        mean, peak = pool_blocks(future, self.spec.block)
+        columns = {
+            "tokens": seen.tokens,
+            "history_mean": seen.history_mean,
+            "history_max": seen.history_max,
+            "future_mean": mean,
+            "future_max": peak,
+            "target_sum": _log(future[..., :slots].mean(1)),
+            "target_max": _log(future[..., :slots].amax(1)),
+        }
+        if self.h2o:
+            visible = torch.arange(slots, 0, -1, device=key.device)
+            columns["h2o"] = _log(h2o_mass(past[0], past[1], scaling) / visible)
+        arrays: dict[str, np.ndarray] = {name: x.half().cpu().numpy() for name, x in columns.items()}
+        for head in range(key.shape[0]):
+            row: Row = {"layer": layer, "head": head, "length": slots, "steps": steps}
+            self.rows.append(row | {name: array[head] for name, array in arrays.items()})
+
+
+def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h2o: bool = True) -> list[Row]:
+    """Run the model once over one document and return its trace rows.
+
+    Args:
+        model: a causal language model of transformers, on any device.
+        tokens: [S + T] token ids.
+        prompt: S. The remaining T tokens are the continuation, which the model reads and does not write.
+        spec: features, window and block.
+        h2o: whether rows carry the ``h2o`` column.
+
+    Returns:
+        layers x kv heads rows without ``doc``, ``split`` and ``source``. The model's own attention setting is
+        back in place, also after an error.
+
+    Raises:
+        FadeError: prompt too short, no continuation, or an attention that the trace cannot describe.
+    """
+    total = tokens.shape[0]
+    if prompt <= spec.window:
+        raise FadeError(
+            f"document of {prompt} prompt tokens is no longer than window {spec.window}; use longer ones"
+        )
+    if total <= prompt:
+        raise FadeError(
+            f"document of {total} tokens leaves nothing after a prompt of {prompt}; use longer ones"
+        )
+    slots = torch.arange(max(total, prompt + spec.horizon), device=tokens.device)
+    table = rope.rotary_table(rope.find_rotary(model), slots)
+    if table is not None:
+        table = (table[0][: prompt + spec.horizon], table[1][: prompt + spec.horizon])
+    recorder = AttentionRecorder(prompt, spec, table, h2o)
+    with torch.inference_mode(), _attention(model):
+        model.base_model(input_ids=tokens[None], use_cache=False, fade_recorder=recorder)
+    if not recorder.rows:
+        raise FadeError(
+            f"model type {model.config.model_type} does not call attention through transformers' AttentionInterface; "
+            "use one that does"
+        )
+    return recorder.rows
+
+
+def recorded_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    fade_recorder: AttentionRecorder | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as SDPA does and show it to the recorder (query [1, Hq, L, D]; key, value [1, H, L, D])."""
+    if fade_recorder is not None:
+        layer = getattr(module, "layer_idx", len(fade_recorder.rows))
+        _refuse_unknown(layer, query, value, attention_mask, kwargs)
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        fade_recorder.observe(layer, query[0], key[0], value[0], factor)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def _refuse_unknown(
+    layer: int, query: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    length = query.shape[2]
+    if mask is not None:
+        causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        if not torch.equal(visible.expand(1, 1, length, length)[0, 0], causal):
+            raise FadeError(
+                f"layer {layer} hides tokens from each other (sliding window or chunks) within {length} tokens; "
+                "use documents within its window, or another model"
+            )
+    for name in _CHANGES_SCORES:
+        if kwargs.get(name) is not None:
+            raise FadeError(
+                f"layer {layer} passes {name} to attention, which traces cannot describe; use another model"
+            )
+    if value.shape[-1] != query.shape[-1]:
+        raise FadeError(
+            f"layer {layer} has keys of {query.shape[-1]} and values of {value.shape[-1]} channels (latent attention), "
+            "which traces cannot describe; use another model"
+        )
+
+
+@contextmanager
+def _attention(model: Any) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _log(share: Tensor) -> Tensor:
+    return share.clamp(min=FLOOR).log()
+
+
+AttentionInterface.register(NAME, recorded_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

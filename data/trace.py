@@ -1,0 +1,184 @@
+"""The trace format: what one Parquet row holds, how a collection is written, and how it is read back with care.
+
+A collection is a directory of ``shard-00000.parquet`` ... and ``manifest.json``. One row is one (document, layer,
+kv head). Each shard holds a few documents of one split; the manifest says which, for which model and from which
+text. A shard appears under its name only when it is whole, and the manifest says ``complete`` only at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from predictor.errors import FadeError
+from predictor.features import FeatureSpec
+from predictor.files import sha256_file, write_aside
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+_AGAIN = "python -m pipelines.collect_traces with the same config"
+
+# S prompt tokens, F features, W history steps, T future steps, N = ceil(S / block), M = ceil((S + T) / block)
+ARRAYS: dict[str, tuple[str, ...]] = {
+    "tokens": ("S", "F"),  # predictor.features.FEATURES
+    "h2o": ("S",),  # log of the attention received from the prompt, divided by the queries that could see it
+    "history_mean": ("W", "N"),  # attention of the last W prompt queries, pooled over the tokens of a block
+    "history_max": ("W", "N"),
+    "future_mean": ("T", "M"),  # attention of the T queries after the prompt, over all S + T tokens
+    "future_max": ("T", "M"),
+    "target_sum": ("S",),  # log of the attention received from the T future queries, divided by T
+    "target_max": ("S",),  # log of the largest attention received from one of them
+}
+SCALARS: dict[str, pa.DataType] = {
+    "doc": pa.string(),
+    "split": pa.string(),
+    "source": pa.string(),
+    "layer": pa.int16(),
+    "head": pa.int16(),
+    "length": pa.int32(),  # S
+    "steps": pa.int16(),  # T
+}
+SCHEMA = pa.schema([*SCALARS.items(), *((name, pa.binary()) for name in ARRAYS)])  # arrays are float16 bytes
+
+Row = dict[str, Any]  # scalars as they are, arrays as numpy float16
+
+
+def write_shard(path: str | Path, rows: Sequence[Row]) -> None:
+    """Write rows to one Parquet file, aside first and then renamed; arrays are cast to float16.
+
+    Columns that a row lacks (``h2o`` when it was not recorded) are stored as null.
+    """
+    columns = {name: [row[name] for row in rows] for name in SCALARS}
+    for name in ARRAYS:
+        columns[name] = [np.asarray(row[name], np.float16).tobytes() if name in row else None for row in rows]
+    table = pa.table(columns, schema=SCHEMA)
+    with write_aside(path) as aside:
+        pq.write_table(table, aside, compression="zstd", use_dictionary=["doc", "split", "source"])
+
+
+def read_shard(path: str | Path, spec: FeatureSpec, columns: Iterable[str] | None = None) -> list[Row]:
+    """Read the rows of one Parquet file; ``columns`` names the arrays wanted, all of them when None.
+
+    Raises:
+        FadeError: the file is missing, or is not a whole shard.
+    """
+    arrays = [name for name in ARRAYS if columns is None or name in set(columns)]
+    try:
+        with pq.ParquetFile(path, memory_map=False) as file:
+            table = file.read(columns=[*SCALARS, *arrays])
+    except FileNotFoundError as error:
+        raise FadeError(f"shard {path} is missing; run {_AGAIN}") from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, "it is not a whole Parquet file of traces") from error
+    return [_decode(row, arrays, spec, path) for row in table.to_pylist()]
+
+
+def _decode(row: Row, arrays: list[str], spec: FeatureSpec, path: str | Path) -> Row:
+    slots, steps = row["length"], row["steps"]
+    size = {
+        "S": slots,
+        "F": len(spec.names),
+        "W": spec.window,
+        "T": steps,
+        "N": math.ceil(slots / spec.block),
+        "M": math.ceil((slots + steps) / spec.block),
+    }
+    for name in arrays:
+        raw = row.pop(name)
+        if raw is None:
+            continue
+        try:
+            row[name] = np.frombuffer(raw, np.float16).reshape([size[axis] for axis in ARRAYS[name]])
+        except ValueError as error:
+            raise _damaged(path, f"column {name} has {len(raw)} bytes") from error
+    return row
+
+
+def _damaged(path: str | Path, why: str) -> FadeError:
+    return FadeError(f"shard {path} is damaged ({why}); delete it and run {_AGAIN}")
+
+
+def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
+    """Write ``manifest.json``, aside first and then renamed."""
+    with write_aside(Path(folder) / MANIFEST) as aside:
+        aside.write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any] | None:
+    """Read ``manifest.json``, or return None when there is none.
+
+    Raises:
+        FadeError: it is damaged, or of another schema version.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        version = manifest["schema_version"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise FadeError(f"manifest {path} is damaged; delete the folder and run {_AGAIN}") from error
+    if version != SCHEMA_VERSION:
+        raise FadeError(
+            f"manifest {path} has schema version {version}, this release reads {SCHEMA_VERSION}; "
+            "collect the traces again into another folder"
+        )
+    return manifest
+
+
+class Traces:
+    """A complete collection on disk, opened for reading.
+
+    Args:
+        folder: directory with ``manifest.json``.
+
+    Attributes:
+        manifest: the manifest, as read. spec: its FeatureSpec. provenance: the model it was made with.
+
+    Raises:
+        FadeError: no collection, an unfinished one, one of another version, or a shard that is missing.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise FadeError(f"no traces in {folder}; collect some with: python -m pipelines.collect_traces")
+        if not manifest["complete"]:
+            raise FadeError(f"traces in {folder} are unfinished; run {_AGAIN} to continue")
+        self.manifest = manifest
+        self.spec = FeatureSpec.from_dict(manifest["spec"])
+        self.provenance: dict[str, Any] = manifest["provenance"]
+        self._checked: set[str] = set()
+        for shard in manifest["shards"]:
+            if not (self.folder / shard["name"]).is_file():
+                raise FadeError(f"shard {self.folder / shard['name']} is missing; run {_AGAIN}")
+
+    def shards(self, split: str) -> list[str]:
+        """Names of the shards of ``"train"`` or ``"validation"``, in order."""
+        return [shard["name"] for shard in self.manifest["shards"] if shard["split"] == split]
+
+    def rows_in(self, split: str) -> int:
+        """Number of rows in a split."""
+        return sum(shard["rows"] for shard in self.manifest["shards"] if shard["split"] == split)
+
+    def read(self, name: str, columns: Iterable[str] | None = None) -> list[Row]:
+        """Read one shard's rows; its bytes are compared with the manifest's hash the first time.
+
+        Raises:
+            FadeError: the shard is damaged.
+        """
+        path = self.folder / name
+        if name not in self._checked:
+            expected = next(shard["sha256"] for shard in self.manifest["shards"] if shard["name"] == name)
+            if not path.is_file() or sha256_file(path) != expected:
+                raise _damaged(path, "its bytes are not those the manifest was written for")
+            self._checked.add(name)
+        return read_shard(path, self.spec, columns)
