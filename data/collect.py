@@ -142,9 +142,7 @@ class TraceCollector(LightningModule):
     def predict_step(self, batch: Task, batch_idx: int) -> list[Row]:
         """Return the trace rows of one document."""
         settings, document = self.settings, batch.document
-        rows = record_forward(
-            self.language_model, batch.tokens, batch.prompt, settings.spec, settings.h2o
-        )
+        rows = record_forward(self.language_model, batch.tokens, batch.prompt, settings.spec, settings.h2o)
         origin = {"doc": document.id, "split": document.split, "source": document.source}
         return [origin | row for row in rows]
 
