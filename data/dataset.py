@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed
@@ -120,7 +121,8 @@ def _padded(parts: list[Tensor]) -> Tensor:
     shape = [max(sizes) for sizes in zip(*(part.shape for part in parts))]
     out = torch.zeros(len(parts), *shape)
     for i, part in enumerate(parts):
-        out[(i, *map(slice, part.shape))] = part.float()
+        corner: Any = (i, *map(slice, part.shape))
+        out[corner] = part.float()
     return out
 
 

@@ -127,11 +127,11 @@ def open_source(source: str, seed: int = 0) -> list[Iterator[Text]]:
 
 
 def passages(text: str) -> list[str]:
-    """Cut a text at its blank lines; the pieces joined give the text back.
+    r"""Cut a text at its blank lines; the pieces joined give the text back.
 
     Example:
-        >>> passages("one\\n\\n  two\\n \\n\\nthree")
-        ['one\\n\\n', '  two\\n \\n\\n', 'three']
+        >>> passages("one\n\n  two\n \n\nthree")
+        ['one\n\n', '  two\n \n\n', 'three']
     """
     pieces = _BLANK_LINES.split(text) + [""]
     return [p for p in map("".join, zip(pieces[::2], pieces[1::2])) if p]
