@@ -66,7 +66,7 @@ def python_files(root: Path) -> list[tuple[str, Path]]:
             if name.endswith(".py") and not name.startswith("test_") and name not in _LEFT_OUT:
                 file = Path(folder, name)
                 found.append((".".join(file.relative_to(root).with_suffix("").parts), file))
-    return sorted(found)
+    return sorted(found, key=lambda one: one[1])
 
 
 def docstrings(module: str, source: str) -> Iterator[tuple[str, str]]:
