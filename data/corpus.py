@@ -20,7 +20,7 @@ from typing import NamedTuple
 PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sklearn", "sympy")  # dependencies of the dependencies
 MIN_DOCSTRING = 400  # characters; shorter docstrings are mostly signatures
 _LEFT_OUT = {
-    "__pycache__", "_vendor", "conftest.py", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
+    "__pycache__", "_vendor", "conftest", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
     "pydoc_data", "site-packages", "test", "testing", "tests", "turtledemo",
 }  # fmt: skip
 
@@ -62,9 +62,8 @@ def python_files(root: Path) -> list[tuple[str, Path]]:
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]  # walks past what is left out
-        for name in names:
-            if name.endswith(".py") and not name.startswith("test_") and name not in _LEFT_OUT:
-                file = Path(folder, name)
+        for file in (Path(folder, name) for name in names):
+            if file.suffix == ".py" and not file.stem.startswith("test_") and file.stem not in _LEFT_OUT:
                 found.append((".".join(file.relative_to(root).with_suffix("").parts), file))
     return sorted(found, key=lambda one: one[1])
 
