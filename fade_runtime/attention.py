@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import reference
+from fade_runtime.kernels import cpu, reference
 from fade_runtime.packed import PackedTokens
 from fade_runtime.quant import hadamard
-from fade_runtime.tiers import rank_in_row
+from predictor.errors import FadeError
 
 SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
 
@@ -67,10 +71,16 @@ def tiered_attention(
     for at in range(0, steps, chunk):
         part = slice(at, min(at + chunk, steps))
         out, probs, packed_probs = _attend(
-            query[:, :, part], full, packed, scaling, first + at, None if mask is None else mask[:, :, part]
+            query[:, :, part],
+            full,
+            packed,
+            scaling,
+            first + at,
+            None if mask is None else mask[:, :, part],
+            weights is not None,
         )
         outs.append(out)
-        if weights is not None:
+        if weights is not None and packed_probs is not None:
             share = weights[part].to(probs.dtype)
             add_full = torch.einsum("bhgqn,q->bhn", probs, share) / probs.shape[2]
             add_packed = torch.einsum("tgq,q->t", packed_probs, share) / probs.shape[2]
@@ -80,42 +90,56 @@ def tiered_attention(
 
 
 def _attend(
-    query: Tensor, full: FullTokens, packed: PackedTokens, scaling: float, first: int, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk of queries: output [B, Hq, Q, D], probabilities [B, H, G, Q, n] and [T, G, Q] in float32."""
+    query: Tensor,
+    full: FullTokens,
+    packed: PackedTokens,
+    scaling: float,
+    first: int,
+    mask: Tensor | None,
+    want_probs: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One chunk of queries: output [B, Hq, Q, D], probabilities [B, H, G, Q, n] and, if wanted, [T, G, Q]."""
     batch, query_heads, steps, dim = query.shape
     heads = full.key.shape[1]
     groups = query_heads // heads
     rows = batch * heads
     grouped = (query * scaling).reshape(rows, groups * steps, dim)
-    row, column = packed.token_row(), rank_in_row(packed.token_row())
-    width = int(column.max()) + 1 if len(packed) else 0
+    scores = (grouped @ full.key.reshape(rows, -1, dim).transpose(1, 2)).float()
+    scores = scores.view(batch, heads, groups, steps, -1)
+    bias, packed_bias = _bias(mask, full, packed, first, steps, heads, query_heads)
+    if bias is not None:
+        scores = scores + bias
+    if packed_bias is not None:
+        packed_bias = packed_bias.expand(-1, groups, -1).flatten(1)
+    body, body_lse, body_scores = pick_kernel(query.device)(hadamard(grouped), packed, packed_bias)
 
-    dense = (grouped @ full.key.reshape(rows, -1, dim).transpose(1, 2)).float()  # [R, GQ, n]
-    scores = dense.new_full((rows, width, groups * steps), -math.inf)  # packed part, ragged rows padded
-    scores[row, column] = reference.packed_scores(hadamard(grouped), packed).float()
-    scores = torch.cat((dense, scores.transpose(1, 2)), dim=2).view(batch, heads, groups, steps, -1)
-
-    bias_full, bias_packed = _bias(mask, full, packed, first, steps, heads, query_heads)
-    if bias_full is not None:
-        scores[..., : len(full)] += bias_full
-    if bias_packed is not None:  # [T, G or 1, Q]
-        padded = scores.new_zeros(rows, width, *bias_packed.shape[1:])
-        padded[row, column] = bias_packed
-        scores[..., len(full) :] += padded.permute(0, 2, 3, 1).view(batch, heads, -1, steps, width)
-
-    probs = scores.softmax(-1)
-    if bias_full is not None:
-        probs = probs.nan_to_num(0.0)  # a padding query sees nothing
-    flat = probs.view(rows, groups * steps, -1)
-    dense_probs, packed_probs = flat[..., : len(full)], flat[..., len(full) :].transpose(1, 2)[row, column]
-    out = dense_probs.to(query.dtype) @ full.value.reshape(rows, -1, dim)
-    out = out + hadamard(reference.packed_values(packed_probs.to(query.dtype), packed, rows))
+    lse = scores.flatten(0, 1).flatten(1, 2).logsumexp(-1)  # [R, GQ]
+    lse = torch.logaddexp(lse, body_lse).clamp(min=torch.finfo(torch.float32).min)  # finite where nothing is visible
+    probs = (scores.view(rows, groups * steps, -1) - lse[..., None]).exp()
+    out = probs.to(query.dtype) @ full.value.reshape(rows, -1, dim)
+    out = out + hadamard(body) * (body_lse - lse).exp()[..., None].to(query.dtype)
+    body_probs = (body_scores - lse[packed.token_row()]).exp() if want_probs else None
     return (
         out.view(batch, query_heads, steps, dim),
-        probs[..., : len(full)],
-        packed_probs.unflatten(1, (groups, steps)),
+        probs.view(batch, heads, groups, steps, -1),
+        None if body_probs is None else body_probs.unflatten(1, (groups, steps)),
     )
+
+
+@functools.cache
+def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Choose the packed-attention kernel of a device, once: the compiled one on a CPU when it builds and agrees.
+
+    ``FADE_KERNEL=reference`` in the environment asks for plain torch.
+    """
+    if device.type != "cpu" or os.environ.get("FADE_KERNEL") == "reference":
+        return reference.packed_attention
+    try:
+        cpu.self_test()
+    except (FadeError, OSError) as problem:
+        warnings.warn(f"slow attention over packed tokens: {problem}", RuntimeWarning, stacklevel=2)
+        return reference.packed_attention
+    return cpu.packed_attention
 
 
 def _bias(
@@ -139,8 +163,13 @@ def _bias(
     row, slot = packed.token_row(), packed.slots()
     if per_head:
         grouped = visible.unflatten(1, (heads, -1)).flatten(0, 1)  # [R, G, Q, S]
-        return bias, _additive(grouped.permute(0, 3, 1, 2)[row, slot])
-    return bias, _additive(visible[:, 0].transpose(1, 2)[row // heads, slot])[:, None]
+        return bias, _unless_plain(grouped.permute(0, 3, 1, 2)[row, slot])
+    return bias, _unless_plain(visible[:, 0].transpose(1, 2)[row // heads, slot][:, None])
+
+
+def _unless_plain(visible: Tensor) -> Tensor | None:
+    """None for a mask that hides nothing: padding is never packed, so this is the usual case."""
+    return None if visible.dtype == torch.bool and bool(visible.all()) else _additive(visible)
 
 
 def _additive(mask: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -94,6 +93,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
         FadeError: an architecture that cannot be tiered, or a predictor that is missing, damaged or of another model.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> tiny = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16,
         ...                    vocab_size=8)

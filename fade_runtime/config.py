@@ -61,7 +61,9 @@ class FadeConfig:
             raise FadeError(f"eviction_policy {self.eviction_policy!r} is not one of {', '.join(POLICIES)}")
         _check_budget(self.int4_budget)
         if self.eviction_policy == "learned" and self.predictor is None:
-            raise FadeError("eviction_policy 'learned' needs a predictor; give predictor='models:/NAME@champion' or a path")
+            raise FadeError(
+                "eviction_policy 'learned' needs a predictor; give predictor='models:/NAME@champion' or a path"
+            )
         if self.eviction_policy != "learned" and self.predictor is not None:
             raise FadeError(
                 f"predictor is given but eviction_policy is {self.eviction_policy!r}; set eviction_policy='learned'"

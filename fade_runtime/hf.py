@@ -56,7 +56,10 @@ def fade_attention(
         )
     for name, given in kwargs.items():
         if given is not None and name not in HARMLESS:
-            raise FadeError(f"attention argument {name!r} of {type(module).__name__} is not supported by the tiered cache")
+            raise FadeError(
+                f"attention argument {name!r} of {type(module).__name__} is not supported by the tiered cache; "
+                "use transformers' own cache for this model"
+            )
     return layer.attend(module, query, attention_mask, scaling), None
 
 

@@ -194,9 +194,10 @@ class TieredLayer(CacheLayerMixin):
         """Decay the statistics by the new steps and add the attention that came with them."""
         decay = (self.policy.decay or 1.0) ** steps
         full, packed = self._full, self._packed
-        assert full.state is not None and packed.state is not None and to_full is not None and to_packed is not None
-        full.state.mul_(decay).add_(to_full)
-        packed.state.mul_(decay).add_(to_packed)
+        for state, received in ((full.state, to_full), (packed.state, to_packed)):
+            assert state is not None
+            assert received is not None
+            state.mul_(decay).add_(received)
 
     # -- tiers ---------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class TieredLayer(CacheLayerMixin):
     def compress(self) -> None:
         """Move what has left the window into the body, within the budget; evict the rest."""
         full = self._full
-        batch, heads, columns, dim = full.key.shape
+        _, heads, columns, dim = full.key.shape
         from_recent = self.seen - self.config.recent_window
         leaving = (full.slots >= self._pad[:, None] + self.config.n_sink) & (full.slots < from_recent)  # [B, n]
         row, column = leaving[:, None].expand(-1, heads, -1).reshape(-1, columns).nonzero(as_tuple=True)

@@ -87,7 +87,7 @@ class PackedTokens:
 
     def select_rows(self, rows: Tensor) -> PackedTokens:
         """Return rows by index, in the given order and as often as named (beam search, batch selection)."""
-        tokens, row_of_token = _segments(self.token_row(), rows)
+        tokens, _ = _segments(self.token_row(), rows)
         pages, row_of_page = _segments(self.page_row.long(), rows)
         return self._take(tokens, pages, page_row=row_of_page.to(torch.int32))
 

@@ -85,6 +85,43 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
     return out.flatten(2)
 
 
+def packed_attention(
+    query: Tensor, packed: PackedTokens, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each row's queries over the row's packed tokens alone, ready to be merged with other tokens.
+
+    Args:
+        query: [R, Q, D] float, Hadamard-rotated, already scaled.
+        packed: T tokens in R rows (a row may have none).
+        bias: [T, Q] added to the scores, or None.
+
+    Returns:
+        output [R, Q, D], Hadamard-rotated, zero where nothing is visible; log of the sum of exponentials [R, Q];
+        scores [T, Q], bias included. The last two in float32.
+
+    Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax (arXiv 1805.02867), section 3.
+
+    Example:
+        >>> from fade_runtime.packed import pack_tokens
+        >>> packed = pack_tokens(torch.randn(5, 16), torch.ones(5, 16), torch.zeros(5).long(), torch.arange(5), None)
+        >>> out, lse, scores = packed_attention(torch.randn(1, 2, 16), packed)
+        >>> torch.allclose(quant.hadamard(out), torch.ones(1, 2, 16), atol=1e-3)  # a mean of equal values
+        True
+    """
+    rows = query.shape[0]
+    row = packed.token_row()
+    scores = packed_scores(query, packed).float()
+    if bias is not None:
+        scores = scores + bias
+    where = row[:, None].expand_as(scores)
+    top = scores.new_full((rows, scores.shape[1]), torch.finfo(torch.float32).min)
+    top = top.scatter_reduce(0, where, scores, "amax")  # [R, Q], finite
+    shares = (scores - top[row]).exp()
+    total = torch.zeros_like(top).index_add_(0, row, shares)
+    shares = shares / total[row].clamp(min=torch.finfo(torch.float32).tiny)
+    return packed_values(shares.to(query.dtype), packed, rows), top + total.log(), scores
+
+
 def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of all packed tokens, rotated back: each [T, D]. For checks and for foreign attention."""
     page = packed.token_page()
