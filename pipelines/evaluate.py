@@ -76,7 +76,8 @@ def evaluate(
         predictor.check(lm)
     texts = choose_texts(opened if not text else None, text or [], documents, context + steps, tokenizer)
     chosen = make_methods(methods, loaded, budget)
-    with tqdm(total=len(texts) * len(chosen), unit="cache", desc="Evaluating") as bar:
+    total = len(texts) * (len(chosen) + steps)  # each prefill, and each step of all caches
+    with tqdm(total=total, unit="step", desc="Evaluating", mininterval=1) as bar:
         measured = []
         for one in texts:
             bar.set_postfix_str(one.source)
@@ -169,34 +170,32 @@ def choose_texts(
     """
     import torch
 
+    from data.lm import encode
+    from data.plan import CollectSettings, prepare
     from data.text import load_documents
 
-    options: dict[str, Any] = {"train": 0, "validation": documents, "length": length}
-    if traces is not None:
-        stored = traces.manifest["settings"]
-        sources = stored["text"]
-        options = {
-            "train": stored["train_documents"],
-            "validation": stored["validation_documents"],
-            "length": stored["max_prompt"] + stored["future"],
-            "seed": stored["seed"],
-        }
-    found = load_documents(sources, measure=lambda words: len(tokenizer(words)["input_ids"]), **options)
-    found = [document for document in found if document.split == "validation"]
-    if traces is not None:
+    if traces is None:
+        found = load_documents(
+            sources,
+            train=0,
+            validation=documents,
+            length=length,
+            measure=lambda words: len(encode(tokenizer, words)),
+        )
+    else:
+        tasks = prepare(CollectSettings(**traces.manifest["settings"]), tokenizer)
+        found = [task.document for task in tasks if task.document.split == "validation"]
         known = [one["id"] for one in traces.manifest["documents"] if one["split"] == "validation"]
         if [document.id for document in found] != known:
             raise FadeError(
-                f"text {', '.join(sources)} is not what the traces in {traces.folder} were collected from "
-                "(another Python, or changed files); collect them again, or give text"
+                f"the text that the traces in {traces.folder} were collected from has changed since "
+                "(another Python, or edited files); collect them again, or give text"
             )
     if len(found) < documents:
-        raise FadeError(
-            f"documents {documents} is more than the {len(found)} validation documents of the traces"
-        )
+        raise FadeError(f"documents {documents} is more than the {len(found)} validation documents of the traces")
     chosen = []
     for document in found[:documents]:
-        tokens = torch.tensor(tokenizer(document.text)["input_ids"][:length])[None]
+        tokens = torch.tensor(encode(tokenizer, document.text)[:length])[None]
         if tokens.shape[1] < length:
             raise FadeError(
                 f"document {document.id} has {tokens.shape[1]} tokens, context + steps is {length}; "

@@ -49,9 +49,10 @@ def generate(
     if max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
     config = choose_config(_resolve(predictor, tracking_uri), preset, policy, budget)
+    given = read_prompt(prompt, prompt_file)
     lm, tokenizer = load_lm(model, dtype)
-    text = read_prompt(prompt, prompt_file) or builtin_prompt(tokenizer, prompt_tokens)
-    inputs = encode(tokenizer, text)
+    text = given or builtin_prompt(tokenizer, prompt_tokens)
+    inputs = chat_inputs(tokenizer, text)
 
     cache = create_tiered_cache(lm, config=config)
     streamer = timed_streamer(tokenizer)
@@ -109,17 +110,18 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
 def builtin_prompt(tokenizer: Any, tokens: int) -> str:
     """A text of the built-in corpus of about ``tokens`` tokens, and a question about it."""
+    from data.lm import encode
     from data.text import load_documents
 
     if tokens < 1:
         raise FadeError(f"prompt_tokens {tokens} is no length; give at least 1")
     document = load_documents(
-        ["builtin"], train=0, validation=1, length=tokens, measure=lambda text: len(tokenizer(text).input_ids)
+        ["builtin"], train=0, validation=1, length=tokens, measure=lambda text: len(encode(tokenizer, text))
     )[0]
-    return tokenizer.decode(tokenizer(document.text).input_ids[:tokens]) + QUESTION
+    return tokenizer.decode(encode(tokenizer, document.text)[:tokens]) + QUESTION
 
 
-def encode(tokenizer: Any, text: str) -> dict[str, Any]:
+def chat_inputs(tokenizer: Any, text: str) -> dict[str, Any]:
     """Token ids and mask of a prompt, in the model's chat format if it has one."""
     if tokenizer.chat_template is None:
         return dict(tokenizer(text, return_tensors="pt"))

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipelines.measure import Measured
@@ -27,7 +28,7 @@ def document_rows(
     """
     rows = []
     for text, methods in zip(texts, measured):
-        full = sum(methods[0].seconds)
+        full = median(methods[0].seconds)
         for one in methods:
             rows.append(
                 {
@@ -39,8 +40,8 @@ def document_rows(
                     "top1": _mean(one.agree),
                     "resident_bytes": one.resident_bytes,
                     "full_bytes": one.full_bytes,
-                    "tokens_per_second": len(one.seconds) / sum(one.seconds),
-                    "speed": full / sum(one.seconds),
+                    "tokens_per_second": 1 / median(one.seconds),
+                    "speed": full / median(one.seconds),
                 }
             )
     return rows
@@ -149,7 +150,7 @@ the same to every cache; {len(run["texts"])} texts that no predictor was trained
   float32 model. **top-1** is how often the most likely next token is the full cache's.
 - **MiB** is what the cache really held at the last step, metadata and buffers included; **compression** is a
   full cache divided by it. Both are those of a model with two-byte floats.
-- **decode speed** is relative to the full cache; all caches take turns within each step.
+- **decode speed** is that of the median step, relative to the full cache; all caches take turns within each step.
 - Evicting caches keep {settings["budget"]:.0%} of the context per kv head, in 4 bits, besides the first and the
   newest tokens, which stay exact.
 

@@ -57,7 +57,12 @@ def bundles(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     provenance = model_provenance(model, AutoTokenizer.from_pretrained(tiny_model_dir))
     return {
         net.kind: save_bundle(
-            folder / net.kind, net, spec=FeatureSpec(horizon=40), provenance=provenance, metrics={}, manifest={}
+            folder / net.kind,
+            net,
+            spec=FeatureSpec(horizon=40),
+            provenance=provenance,
+            metrics={},
+            manifest={},
         )
         for net in (TokenMLP(), BlockCNN())
     }

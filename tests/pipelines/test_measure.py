@@ -15,7 +15,8 @@ from pipelines.measure import FULL, Method, compare, dense_twin, kl_divergence
 
 CONTEXT, STEPS = 301, 33
 EVICTING = [
-    Method(policy, FadeConfig(int4_budget=0.25, eviction_policy=policy)) for policy in ("position", "h2o", "ema")
+    Method(policy, FadeConfig(int4_budget=0.25, eviction_policy=policy))
+    for policy in ("position", "h2o", "ema")
 ]
 METHODS = [Method(FULL, None), Method("safe", FadeConfig.safe()), *EVICTING]
 
@@ -71,7 +72,9 @@ def test_less_memory_costs_quality_and_counts_are_complete(model: Any, tokens: t
 
 
 @pytest.mark.parametrize("name", ["safe", "position", "h2o", "ema"])
-def test_bytes_are_those_of_a_bfloat16_model(name: str, tiny_model: Callable[..., Any], tokens: torch.Tensor) -> None:
+def test_bytes_are_those_of_a_bfloat16_model(
+    name: str, tiny_model: Callable[..., Any], tokens: torch.Tensor
+) -> None:
     method = next(method for method in METHODS if method.name == name)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):

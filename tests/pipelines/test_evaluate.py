@@ -1,0 +1,141 @@
+"""`python -m pipelines.evaluate`, from text to report, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.lm import load_tokenizer
+from data.trace import Traces
+from pipelines import evaluate
+from predictor.bundle import load_bundle
+from predictor.errors import FadeError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(
+    tiny_model_dir: Path, bundles: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    def call(*args: Any) -> tuple[int, str, str]:
+        predictors = json.dumps({f"learned {kind}": str(path) for kind, path in bundles.items()})
+        base = ("--model", tiny_model_dir, "--predictors", predictors, "--context", 220, "--steps", 20)
+        given = (*base, "--out", tmp_path / "out", *args)
+        status = evaluate.main([str(arg) for arg in given])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return {kind: [row for row in rows if row["kind"] == kind] for kind in ("run", "document", "method")}
+
+
+def test_from_traces_to_report(run: Run, bundles: dict[str, Path], tiny_traces: Path, tmp_path: Path) -> None:
+    status, out, err = run(
+        "--traces", tiny_traces, "--documents", 2, "--heatmap_layer", 1, "--heatmap_head", 1
+    )
+    assert status == 0, err
+    rows = read(tmp_path / "out")
+    names = ["full", "safe", "position", "h2o", "ema", "learned mlp", "learned cnn"]
+    assert [row["method"] for row in rows["method"]] == names
+    assert [(row["method"], row["document"]) for row in rows["document"]] == [
+        (name, text["document"]) for text in rows["run"][0]["texts"] for name in names
+    ]
+    known = [one["id"] for one in Traces(tiny_traces).manifest["documents"] if one["split"] == "validation"]
+    assert [text["document"] for text in rows["run"][0]["texts"]] == known
+
+    for method in rows["method"]:
+        mine = [row for row in rows["document"] if row["method"] == method["method"]]
+        steps = np.array([row["kl_steps"] for row in mine])
+        assert steps.shape == (2, 20)
+        assert method["kl"] == pytest.approx(steps.mean(), abs=1e-6)
+        assert method["kl_worst"] == pytest.approx(steps.mean(1).max(), abs=1e-6)
+        assert method["compression"] == pytest.approx(method["full_bytes"] / method["resident_bytes"])
+        assert f"{method['kl']:.4f}" in out
+    by = {row["method"]: row for row in rows["method"]}
+    assert by["full"]["kl"] == 0
+    assert by["full"]["compression"] == 1
+    assert 0 < by["safe"]["kl"] < by["position"]["kl"]
+    for name in names[2:]:  # networks are counted too, and a cache this small is no larger than they are
+        kind = name.removeprefix("learned ")
+        network = (
+            sum(t.nbytes for t in load_bundle(bundles[kind]).state_dict().values()) if kind in bundles else 0
+        )
+        assert (
+            by[name]["resident_bytes"] - network < by["safe"]["resident_bytes"] < by["full"]["resident_bytes"]
+        )
+
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert out.split("\n\nReport")[0].strip() in report
+    for picture in ("quality.png", "attention.png"):
+        assert f"]({picture})" in report
+        pixels = np.asarray(Image.open(tmp_path / "out" / picture).convert("L"))
+        assert min(pixels.shape) > 400
+        assert pixels.std() > 5
+
+
+def test_files_as_text_need_no_traces(run: Run, prose: Path, tmp_path: Path) -> None:
+    status, _, err = run("--traces", "null", "--text", f"[{prose}]", "--documents", 1, "--methods", "[safe]")
+    assert status == 0, err
+    rows = read(tmp_path / "out")
+    assert [row["method"] for row in rows["method"]] == ["full", "safe"]
+    assert not (tmp_path / "out" / "attention.png").exists()
+    assert "attention.png" not in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(
+    run: Run, tiny_traces: Path, prose: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    from_traces, from_text = (
+        ("--traces", tiny_traces, "--documents", 2),
+        ("--traces", "null", "--documents", 1),
+    )
+    for args, words in [
+        ((*from_traces, "--methods", "[fastest]"), "method 'fastest' is not known"),
+        ((*from_traces, "--predictors", "{}"), "'learned' needs predictors"),
+        ((*from_traces, "--predictors", "{ema: somewhere}"), "predictor name 'ema'"),
+        ((*from_traces, "--predictors", "{x: somewhere}"), "somewhere"),
+        ((*from_traces, "--budget", 2), "budget 2.0"),
+        ((*from_traces, "--steps", 1), "steps 1"),
+        ((*from_traces, "--documents", 3), "documents 3"),
+        ((*from_traces, "--context", 9000), "lower context or steps"),
+        ((*from_traces, "--heatmap_layer", 7), "heatmap_layer 7"),
+        (from_text, "traces and text are both null"),
+        ((*from_text, "--text", f"[{tmp_path}/none.txt]"), "none.txt"),
+        ((*from_text, "--text", f"[{empty}]"), "empty.txt"),
+        (("--traces", tmp_path / "none"), "no traces in"),
+    ]:
+        status, _, err = run(*args)
+        error = err.splitlines()[-1]
+        assert status == 2
+        assert words in error
+        assert "Traceback" not in err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(run: Run, prose: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    status, _, err = run("--traces", "null", "--text", f"[{prose}]", "--documents", 1, "--methods", "[safe]")
+    assert status == 2
+    assert "holds other files" in err
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_text_that_has_changed_is_noticed(tiny_traces: Path, tiny_model_dir: Path) -> None:
+    traces = Traces(tiny_traces)
+    traces.manifest["documents"][-1]["id"] = "prose/0123"
+    with pytest.raises(FadeError, match="has changed since"):
+        evaluate.choose_texts(traces, [], 1, 100, load_tokenizer(tiny_model_dir))

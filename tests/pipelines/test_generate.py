@@ -1,0 +1,150 @@
+"""`python -m pipelines.generate` on a tiny model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fade_runtime import FadeConfig
+from pipelines import generate
+from predictor.errors import FadeError
+
+PROMPT = " ".join(f"{i} sheep jump over the {i * 7 % 13}th fence." for i in range(12))
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]:
+    status = generate.main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_text_is_the_models_own_and_memory_is_told(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a budget that keeps all of a short prompt exact, the text is that of stock generation."""
+    status, out, err = run(
+        capsys, "--model", tiny_model_dir, "--prompt", "Once", "--max_new_tokens", 12, "--dtype", "float32"
+    )
+    assert (status, err) == (0, "")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir),
+        AutoTokenizer.from_pretrained(tiny_model_dir),
+    )
+    ids = tokenizer("Once", return_tensors="pt")
+    stock = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0, 4:])
+    assert stock.strip() in out
+    assert "prompt: 4 tokens" in out
+    assert "nothing evicted" in out
+    assert re.search(r"first token after [\d.]+ s, then [\d.]+ tokens/s \(12 tokens\)", out)
+
+
+def test_a_predictor_decides_and_saves_memory(
+    tiny_model_dir: Path, bundles: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("--model", tiny_model_dir, "--prompt", PROMPT, "--max_new_tokens", 4, "--dtype", "float32")
+    found = {}
+    for name, options in {"safe": (), "learned": ("--predictor", bundles["cnn"], "--budget", 40)}.items():
+        status, out, _ = run(capsys, *args, *options)
+        assert status == 0
+        found[name] = float(re.search(r"\): ([\d.]+)x|: ([\d.]+)x smaller", out).group(2))  # type: ignore[union-attr]
+    assert found["learned"] > found["safe"] > 1
+    assert "40 tokens kept in 4 bits, chosen by policy 'learned'" in out
+
+
+def test_the_built_in_prompt_is_long_and_ends_in_a_question(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "--model", tiny_model_dir, "--prompt_tokens", 300, "--max_new_tokens", 1)
+    assert status == 0
+    question = len(generate.QUESTION)
+    assert f"prompt: {300 + question} tokens" in out
+    assert "first token after" in out
+    assert "tokens/s" not in out  # one token has no rate
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((None, None, None, None), FadeConfig.safe()),
+        ((None, "safe", None, None), FadeConfig.safe()),
+        ((None, None, "ema", None), FadeConfig(int4_budget=0.5, eviction_policy="ema")),
+        ((None, "aggressive", None, 0.1), FadeConfig.aggressive(int4_budget=0.1)),
+        ((None, None, None, 128), FadeConfig.balanced(int4_budget=128)),
+        (("a/bundle", None, None, None), FadeConfig.balanced(predictor="a/bundle")),
+        (("a/bundle", "aggressive", "learned", 0.3), FadeConfig.aggressive("a/bundle", int4_budget=0.3)),
+    ],
+)
+def test_options_make_the_config(options: tuple[Any, ...], expected: FadeConfig) -> None:
+    assert generate.choose_config(*options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((None, "best", None, None), "preset 'best' is not one of safe, balanced, aggressive"),
+        ((None, None, "best", None), "'best' is not one of position, h2o, ema"),
+        ((None, None, "learned", None), "needs a predictor"),
+        (("a/bundle", None, "h2o", None), "exclude each other"),
+        (("a/bundle", "safe", None, None), "evicts nothing"),
+        ((None, None, "h2o", 1.5), "int4_budget 1.5"),
+    ],
+)
+def test_contradictions_are_refused(options: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(FadeError, match=words):
+        generate.choose_config(*options)
+
+
+def test_bad_input_is_one_line(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    for args, words in [
+        (("--model", tmp_path / "none"), "model directory"),
+        (("--prompt_file", tmp_path / "none.txt"), "none.txt is not there"),
+        (("--prompt_file", tmp_path / "empty.txt"), "is empty"),
+        (("--prompt", "a", "--prompt_file", "b"), "both given"),
+        (("--predictor", "models:/nobody@champion", "--tracking_uri", store), "no model 'nobody'"),
+        (("--predictor", tmp_path / "none"), "no bundle"),
+        (("--max_new_tokens", 0), "max_new_tokens 0"),
+    ]:
+        status, out, err = run(capsys, *(() if "--model" in args else ("--model", tiny_model_dir)), *args)
+        assert (status, out) == (2, "")
+        assert err.count("\n") == 1
+        assert words in err
+
+
+def test_a_predictor_of_another_model_is_refused(
+    tiny_model: Any,
+    tiny_tokenizer: Any,
+    bundles: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny_model("llama", seed=9).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    status, _, err = run(capsys, "--model", tmp_path, "--predictor", bundles["mlp"], "--prompt", "a")
+    assert status == 2
+    assert "made for another model" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_demo_model_answers(real_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        capsys,
+        "--model",
+        real_model_dir,
+        "--prompt",
+        "What is the capital of France?",
+        "--max_new_tokens",
+        16,
+    )
+    assert status == 0
+    assert "Paris" in out
+    assert torch.get_default_dtype() == torch.float32
