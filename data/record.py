@@ -128,7 +128,7 @@ def recorded_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention as SDPA does and show it to the recorder (query [1, Hq, L, D]; key, value [1, H, L, D])."""
     if fade_recorder is not None:
-        layer = getattr(module, "layer_idx", len(fade_recorder.rows))
+        layer: Any = module.layer_idx
         _refuse_unknown(layer, query, value, attention_mask, kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         fade_recorder.observe(layer, query[0], key[0], value[0], factor)

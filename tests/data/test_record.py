@@ -1,0 +1,176 @@
+"""Recorded rows against stock transformers with eager attention and plain loops."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from data.record import record_forward, recorded_attention
+from predictor.errors import FadeError
+from predictor.features import FEATURES, FeatureSpec
+
+
+def tokens_of(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def eager_rows(model: Any, tokens: torch.Tensor, heads: int) -> np.ndarray:
+    """[L, H, S + T, S + T] float64 attention of stock transformers, averaged over each kv head's queries."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = torch.stack(model(tokens[None], output_attentions=True).attentions)[:, 0].double()
+    model.set_attn_implementation("sdpa")
+    return maps.unflatten(1, (heads, -1)).mean(2).numpy()
+
+
+def close(got: Any, expected: Any, relative: float = 2e-3, absolute: float = 1e-6) -> None:
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    ("prompt", "steps", "window", "block"), [(37, 5, 8, 16), (111, 29, 17, 7), (64, 16, 63, 16)]
+)
+def test_rows_are_what_stock_eager_attention_shows(
+    kind: str, prompt: int, steps: int, window: int, block: int, tiny_model: Callable[..., Any]
+) -> None:
+    heads = 2
+    if kind == "gpt2":  # learned positions, no grouped heads
+        config = transformers.GPT2Config(
+            vocab_size=260, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3
+        )
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).eval()
+    else:
+        model = tiny_model(kind)
+    spec = FeatureSpec(window=window, block=block, horizon=steps)
+    tokens = tokens_of(prompt + steps)
+    expected = eager_rows(model, tokens, heads)
+    rows = record_forward(model, tokens, prompt, spec)
+    assert [(row["layer"], row["head"]) for row in rows] == [
+        (layer, head) for layer in range(2) for head in range(heads)
+    ]
+    for row in rows:
+        full = expected[row["layer"], row["head"]]
+        history = np.array(full[prompt - window : prompt, :prompt])
+        future = np.array(full[prompt:, :])
+        for name, attention in (("history", history), ("future", future)):
+            cuts = range(0, attention.shape[1], block)
+            close(
+                row[f"{name}_mean"], np.stack([attention[:, at : at + block].mean(1) for at in cuts], axis=1)
+            )
+            close(row[f"{name}_max"], np.stack([attention[:, at : at + block].max(1) for at in cuts], axis=1))
+        close(np.exp(row["target_sum"].astype(float)), future[:, :prompt].mean(0), relative=1e-2)
+        close(np.exp(row["target_max"].astype(float)), future[:, :prompt].max(0), relative=1e-2)
+        received = [sum(full[i, j] for i in range(j, prompt)) / (prompt - j) for j in range(prompt)]
+        close(np.exp(row["h2o"].astype(float)), received, relative=1e-2)
+        features = dict(zip(FEATURES, row["tokens"].astype(float).T))
+        close(np.exp(features["log_mean"]), history.mean(0), relative=1e-2)
+        close(np.exp(features["log_max"]), history.max(0), relative=1e-2)
+        weights = np.array([0.95 ** (window - 1 - i) for i in range(window)])
+        close(np.exp(features["log_ema"]), weights @ history / weights.sum(), relative=1e-2)
+        close(features["age"], [math.log((prompt - j) / 1024) for j in range(prompt)])
+
+
+def test_nothing_after_the_prompt_enters_what_a_predictor_sees(model: Any) -> None:
+    spec = FeatureSpec(window=16, horizon=20)
+    first, second = tokens_of(83), tokens_of(83)
+    second[63:] = (second[63:] + 91) % 256
+    differs = 0
+    for one, other in zip(record_forward(model, first, 63, spec), record_forward(model, second, 63, spec)):
+        for name in ("tokens", "history_mean", "history_max", "h2o"):
+            assert one[name].tobytes() == other[name].tobytes(), name
+        differs += one["future_mean"].tobytes() != other["future_mean"].tobytes()
+    assert differs == 4
+
+
+def test_the_forward_pass_is_sdpa_bit_for_bit_and_its_setting_comes_back(model: Any) -> None:
+    tokens, seen = tokens_of(77), []
+    handle = model.base_model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
+    assert model.config._attn_implementation == "sdpa"
+    with torch.inference_mode():
+        model(tokens[None])
+    record_forward(model, tokens, 60, FeatureSpec(window=8))
+    handle.remove()
+    assert torch.equal(*seen)
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    with pytest.raises(IndexError):
+        record_forward(model, tokens + 10_000, 60, FeatureSpec(window=8))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_models_that_run_at_the_same_time_do_not_mix(tiny_model: Callable[..., Any]) -> None:
+    models = [tiny_model("llama", seed=1), tiny_model("qwen2", seed=2, num_hidden_layers=3)]
+    spec, tokens = FeatureSpec(window=8), tokens_of(120)
+    alone = [record_forward(one, tokens, 100, spec) for one in models]
+    found: dict[int, list[Any]] = {0: [], 1: []}
+
+    def work(which: int) -> None:
+        for _ in range(4):
+            found[which].append(record_forward(models[which], tokens, 100, spec))
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which, runs in found.items():
+        assert len(runs) == 4
+        for rows in runs:
+            assert len(rows) == len(alone[which])
+            for row, expected in zip(rows, alone[which]):
+                np.testing.assert_array_equal(row["tokens"], expected["tokens"])
+
+
+def test_without_h2o_there_is_no_such_column_and_the_rest_is_the_same(model: Any) -> None:
+    spec, tokens = FeatureSpec(window=8), tokens_of(60)
+    for row, bare in zip(
+        record_forward(model, tokens, 50, spec), record_forward(model, tokens, 50, spec, h2o=False)
+    ):
+        assert set(row) - set(bare) == {"h2o"}
+        assert all(np.array_equal(row[name], value) for name, value in bare.items())
+
+
+def test_a_sliding_window_is_refused_only_where_it_hides_something() -> None:
+    config = transformers.MistralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=48,
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM(config).eval()
+    spec = FeatureSpec(window=8)
+    assert len(record_forward(model, tokens_of(45), 40, spec)) == 1
+    with pytest.raises(FadeError, match=r"layer 0 .*sliding window.* within 61 tokens"):
+        record_forward(model, tokens_of(61), 50, spec)
+
+
+@pytest.mark.parametrize(
+    ("count", "prompt", "words"), [(20, 8, "window 8"), (40, 40, "nothing after a prompt of 40")]
+)
+def test_documents_that_are_too_short_are_refused(count: int, prompt: int, words: str, model: Any) -> None:
+    with pytest.raises(FadeError, match=words):
+        record_forward(model, tokens_of(count), prompt, FeatureSpec(window=8))
+
+
+@pytest.mark.parametrize("name", ["s_aux", "softcap", "position_bias"])
+def test_what_changes_scores_is_refused_by_name(name: str, model: Any) -> None:
+    query, key = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
+    module = model.model.layers[1].self_attn
+    with pytest.raises(FadeError, match=f"layer 1 passes {name}"):
+        recorded_attention(
+            module, query, key, key, None, 0.25, fade_recorder=object(), **{name: torch.ones(4)}
+        )
+
+
+def test_latent_attention_is_refused(model: Any) -> None:
+    query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 12)
+    module = model.model.layers[0].self_attn
+    with pytest.raises(FadeError, match="latent attention"):
+        recorded_attention(module, query, key, value, None, 0.25, fade_recorder=object())

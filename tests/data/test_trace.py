@@ -1,0 +1,120 @@
+"""Shards and manifests: round trip, and damage told from wholeness."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.trace import ARRAYS, Row, Traces, read_shard, write_shard
+from predictor.errors import FadeError
+from predictor.features import FeatureSpec
+
+
+def random_rows(count: int, slots: int, steps: int, spec: FeatureSpec, seed: int) -> list[Row]:
+    drawn = np.random.default_rng(seed)
+    blocks, total = -(-slots // spec.block), -(-(slots + steps) // spec.block)
+    size = {"S": slots, "F": len(spec.names), "W": spec.window, "T": steps, "N": blocks, "M": total}
+    return [
+        {
+            "doc": f"d{i}",
+            "split": "train",
+            "source": "s",
+            "layer": i,
+            "head": 1,
+            "length": slots,
+            "steps": steps,
+        }
+        | {
+            name: drawn.normal(size=[size[a] for a in axes]).astype(np.float16)
+            for name, axes in ARRAYS.items()
+        }
+        for i in range(count)
+    ]
+
+
+@given(
+    slots=st.integers(1, 70), steps=st.integers(1, 9), window=st.integers(8, 20), block=st.integers(1, 17),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_round_trip(
+    slots: int, steps: int, window: int, block: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec = FeatureSpec(window=window, block=block)
+    rows = random_rows(3, slots, steps, spec, seed)
+    del rows[1]["h2o"]
+    path = tmp_path_factory.mktemp("shard") / "shard-00000.parquet"
+    write_shard(path, rows)
+    back = read_shard(path, spec)
+    assert [set(row) for row in back] == [set(row) for row in rows]
+    for row, again in zip(rows, back):
+        for name, value in row.items():
+            np.testing.assert_array_equal(again[name], value)
+    assert set(read_shard(path, spec, ["tokens"])[0]) == {*(set(rows[0]) - set(ARRAYS)), "tokens"}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_a_truncated_shard_is_named(share: float, tmp_path: Path) -> None:
+    spec, path = FeatureSpec(window=8), tmp_path / "shard-00000.parquet"
+    write_shard(path, random_rows(4, 33, 5, spec, 0))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(FadeError, match=r"shard-00000.parquet is damaged .*collect_traces"):
+        read_shard(path, spec)
+
+
+def test_a_shard_read_with_another_spec_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00000.parquet"
+    write_shard(path, random_rows(1, 33, 5, FeatureSpec(window=8), 0))
+    with pytest.raises(FadeError, match="column history_mean has"):
+        read_shard(path, FeatureSpec(window=9))
+
+
+@pytest.fixture
+def copy(collected: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(collected, tmp_path / "copy"))
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_one_flipped_bit_is_found(copy: Path) -> None:
+    traces = Traces(copy)
+    name = traces.shards("train")[1]
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    traces.read(traces.shards("train")[0])
+    with pytest.raises(FadeError, match=f"{name} is damaged"):
+        traces.read(name)
+
+
+def test_missing_unfinished_damaged_and_foreign_collections_are_refused(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(FadeError, match=r"no traces in .*nowhere; collect some"):
+        Traces(tmp_path / "nowhere")
+    edit(copy, complete=False)
+    with pytest.raises(FadeError, match="unfinished"):
+        Traces(copy)
+    edit(copy, complete=True, schema_version=99)
+    with pytest.raises(FadeError, match="schema version 99, this release reads 1"):
+        Traces(copy)
+    edit(copy, schema_version=1, spec={"version": 7})
+    with pytest.raises(FadeError, match="feature spec version 7"):
+        Traces(copy)
+    (copy / "manifest.json").write_text('{"schema_')
+    with pytest.raises(FadeError, match=r"manifest .* is damaged"):
+        Traces(copy)
+
+
+def test_a_missing_shard_is_named(copy: Path) -> None:
+    (copy / "shard-00001.parquet").unlink()
+    with pytest.raises(FadeError, match=r"shard .*shard-00001.parquet is missing"):
+        Traces(copy)
