@@ -74,10 +74,12 @@ def _library() -> ctypes.CDLL:
 def packed_attention(
     query: Tensor, packed: PackedTokens, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same as :func:`fade_runtime.kernels.reference.packed_attention`, in C; a bias goes to the reference."""
-    if bias is not None:
-        return reference.packed_attention(query, packed, bias)
+    """Same as :func:`fade_runtime.kernels.reference.packed_attention`, in C; a bias or a head dim that is no
+    multiple of 16 goes to the reference.
+    """
     rows, queries, dim = query.shape
+    if bias is not None or dim % 16:
+        return reference.packed_attention(query, packed, bias)
     given = query.float().contiguous()
     out = torch.empty(rows, queries, dim)
     lse = torch.empty(rows, queries)
@@ -103,7 +105,7 @@ def self_test() -> None:
     torch.manual_seed(0)
     rows = torch.tensor([0] * 70 + [2] * 5)
     packed = pack_tokens(torch.randn(75, 96), torch.randn(75, 96), rows, torch.arange(75), None)
-    query = torch.randn(3, 4, 96)
+    query = torch.randn(3, 5, 96)
     torch.random.set_rng_state(state)
     for name, ours, theirs in zip(
         ("out", "lse", "scores"), packed_attention(query, packed), reference.packed_attention(query, packed)
