@@ -68,7 +68,7 @@ def collect(settings: CollectSettings) -> Summary:
     }
     missing = [task for task in tasks if task.shard not in kept]
     if missing:
-        Trainer(
+        trainer = Trainer(
             accelerator=settings.accelerator,
             devices=min(settings.devices, len({task.shard for task in missing})),
             use_distributed_sampler=False,
@@ -76,7 +76,11 @@ def collect(settings: CollectSettings) -> Summary:
             enable_checkpointing=False,
             enable_model_summary=False,
             callbacks=[ShardWriter(folder, manifest, missing), DocumentProgress(refresh_rate=1)],
-        ).predict(TraceCollector(settings, missing), return_predictions=False)
+        )
+        try:
+            trainer.predict(TraceCollector(settings, missing), return_predictions=False)
+        except SystemExit as stop:  # Lightning's answer to Ctrl-C
+            raise KeyboardInterrupt from stop
     elif stored is not None and not stored["complete"]:
         finish(folder, manifest)
     done = read_manifest(folder)

@@ -88,6 +88,14 @@ def collate(rows: Sequence[Row], spec: FeatureSpec, n_sink: int = 4, recent_wind
 
     Raises:
         FadeError: rows with different numbers of future steps.
+
+    Example:
+        >>> import numpy as np
+        >>> place = {"length": 70, "steps": 1, "layer": 0, "head": 0, "doc": 0}
+        >>> row = place | {"target_sum": np.zeros(70), "target_max": np.zeros(70)}
+        >>> batch = collate([row], FeatureSpec())
+        >>> batch["eligible"].nonzero()[:, 1].tolist(), batch["block_size"].tolist()
+        ([4, 5], [[16.0, 16.0, 16.0, 16.0, 6.0]])
     """
     if len(steps := {row["steps"] for row in rows}) > 1:
         raise FadeError(

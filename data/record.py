@@ -91,6 +91,14 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
 
     Raises:
         FadeError: prompt too short, no continuation, or an attention that the trace cannot describe.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=3)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+        >>> rows = record_forward(model, torch.arange(25) % 9, prompt=20, spec=FeatureSpec(window=8))
+        >>> len(rows), rows[0]["tokens"].shape, rows[0]["future_mean"].shape  # 3 layers of 2 kv heads
+        (6, (20, 9), (5, 2))
     """
     total = tokens.shape[0]
     if prompt <= spec.window:

@@ -17,6 +17,15 @@ from predictor.errors import FadeError
 
 MISTAKES = (FadeError, OSError, argparse.ArgumentError)
 DEBUG = "--debug"
+_CHATTY = (
+    "lightning",
+    "lightning.pytorch",
+    "lightning.pytorch.utilities.rank_zero",  # its parents' levels are set again when lightning is imported later
+    "lightning.fabric",
+    "mlflow",
+    "alembic",
+    "datasets",
+)
 
 
 def run(command: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
@@ -115,7 +124,7 @@ def options_of(parser: ArgumentParser) -> list[str]:
 def quiet() -> None:
     """Silence warnings and log lines of libraries; those of this project stay."""
     warnings.filterwarnings("ignore")
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "mlflow", "alembic", "datasets"):
+    for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -75,14 +75,16 @@ def test_the_manifest_says_what_the_shards_hold(
     ]
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, documents: int) -> list[str]:
+def stop_after(
+    monkeypatch: pytest.MonkeyPatch, documents: int, error: BaseException = RuntimeError("power cut")
+) -> list[str]:
     """Let the collector fail after so many documents; returns the list that it enters what it reads in."""
     read: list[str] = []
     step = TraceCollector.predict_step
 
     def failing(self: TraceCollector, batch: Any, batch_idx: int) -> Any:
         if len(read) == documents:
-            raise RuntimeError("power cut")
+            raise error
         read.append(batch.document.id)
         return step(self, batch, batch_idx)
 
@@ -108,6 +110,18 @@ def test_an_interrupted_run_resumes_to_the_same_rows(
     assert summary.documents == 6
     assert len(read) == 4  # two documents were whole; the third is read again
     assert_same(out, collected)
+
+
+def test_ctrl_c_is_a_line_and_a_status(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_after(monkeypatch, 1, KeyboardInterrupt())
+    assert cli.run(collect_traces, command(small(tmp_path / "out"))) == 130
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("error: interrupted; run the same command again")
+    )
+    with pytest.raises(FadeError, match="unfinished"):
+        Traces(tmp_path / "out")
 
 
 def test_a_whole_collection_is_left_alone(collected: Path, small: Make) -> None:
