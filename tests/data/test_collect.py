@@ -76,7 +76,7 @@ def test_the_manifest_says_what_the_shards_hold(
 
 
 def stop_after(
-    monkeypatch: pytest.MonkeyPatch, documents: int, error: BaseException = RuntimeError("power cut")
+    monkeypatch: pytest.MonkeyPatch, documents: int, error: type[BaseException] = RuntimeError
 ) -> list[str]:
     """Let the collector fail after so many documents; returns the list that it enters what it reads in."""
     read: list[str] = []
@@ -84,7 +84,7 @@ def stop_after(
 
     def failing(self: TraceCollector, batch: Any, batch_idx: int) -> Any:
         if len(read) == documents:
-            raise error
+            raise error("power cut")
         read.append(batch.document.id)
         return step(self, batch, batch_idx)
 
@@ -115,7 +115,7 @@ def test_an_interrupted_run_resumes_to_the_same_rows(
 def test_ctrl_c_is_a_line_and_a_status(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop_after(monkeypatch, 1, KeyboardInterrupt())
+    stop_after(monkeypatch, 1, KeyboardInterrupt)
     assert cli.run(collect_traces, command(small(tmp_path / "out"))) == 130
     assert (
         capsys.readouterr().err.splitlines()[-1].startswith("error: interrupted; run the same command again")
