@@ -7,53 +7,13 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from predictor.errors import FadeError
-from predictor.features import FLOOR
-from predictor.metrics import kl_divergence, masked_log_softmax, masked_share
+from predictor.losses import LOSSES
 from predictor.nets import ScoreNet
 from predictor.scoreboard import BUDGETS, GATE, Batch, Scoreboard, block_targets
 
-TOP = 0.25  # share of the candidates that count as positive in the "bce" loss
 MONITOR = f"val/recovery_at_{GATE}"
-
-
-def listwise_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
-    """Cross-entropy between the target's distribution over the candidates and the predicted one, in nats.
-
-    Args:
-        logits: [R, K]. mass: [R, K], non-negative. mask: [R, K] candidates; rows without one count nothing.
-
-    Source: Cao et al. 2007, ListNet (top-one probabilities), with the target's own mass as the probabilities.
-    """
-    return -(masked_share(mass, mask) * masked_log_softmax(logits, mask)).sum(-1).mean()
-
-
-def kl_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
-    """KL from target to prediction: the listwise loss less its floor, so that 0 means perfect."""
-    return kl_divergence(logits, mass, mask).mean()
-
-
-def bce_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
-    """Binary cross-entropy on whether a candidate is among the row's top quarter."""
-    count = (mask.sum(-1, keepdim=True) * TOP).ceil().long()
-    order = mass.masked_fill(~mask, -1.0).argsort(dim=-1, descending=True)
-    place = torch.arange(mass.shape[-1], device=mass.device)
-    positive = torch.zeros_like(mass).scatter(-1, order, (place < count).to(mass))
-    each = binary_cross_entropy_with_logits(logits, positive, reduction="none")
-    return (each * mask).sum() / mask.sum().clamp(min=1)
-
-
-def mse_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
-    """Squared error of logarithms, each row centred: a forecast's scale does not matter to a ranking."""
-    count = mask.sum(-1, keepdim=True).clamp(min=1)
-    error = (logits - mass.clamp(min=FLOOR).log()) * mask
-    error = (error - error.sum(-1, keepdim=True) / count) * mask
-    return error.square().sum() / mask.sum().clamp(min=1)
-
-
-LOSSES = {"listwise": listwise_loss, "kl": kl_loss, "bce": bce_loss, "mse": mse_loss}
 
 
 class PredictorModule(LightningModule):
@@ -61,7 +21,8 @@ class PredictorModule(LightningModule):
 
     Args:
         net: the network, for example ``class_path: predictor.nets.TokenMLP``.
-        loss: ``listwise`` cross-entropy, ``kl``, ``bce`` on the top quarter, or ``mse`` on logs.
+        loss: ``recovery`` lost at several budgets, ``listwise`` cross-entropy, ``kl``, ``bce`` on the top quarter, or
+            ``mse`` on logs (:mod:`predictor.losses`).
         target: what a token network ranks by: ``sum`` or ``max`` of its attention over the following steps.
         steps: following steps whose mean a block network forecasts; null for all recorded, 1 for the next.
         lr: peak learning rate of AdamW; it falls to zero over the epochs along a cosine.
@@ -72,7 +33,7 @@ class PredictorModule(LightningModule):
     def __init__(
         self,
         net: ScoreNet,
-        loss: Literal["listwise", "kl", "bce", "mse"] = "listwise",
+        loss: Literal["recovery", "listwise", "kl", "bce", "mse"] = "recovery",
         target: Literal["sum", "max"] = "sum",
         steps: int | None = None,
         lr: float = 3e-3,
@@ -95,7 +56,8 @@ class PredictorModule(LightningModule):
     def loss_of(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, on the candidates that a policy may drop."""
         if self.net.level == "token":
-            logits, mass, mask = self.net(batch["tokens"]), batch[f"target_{self.target}"], batch["eligible"]
+            logits = self.net(batch["tokens"], batch["mask"])
+            mass, mask = batch[f"target_{self.target}"], batch["eligible"]
         else:
             mass, mask = block_targets(batch, self.steps)
             history = batch["history_mean"] * batch["block_size"][:, None]

@@ -21,6 +21,7 @@ from predictor import scores
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FLOOR, FeatureSpec, PrefillFeatures, block_sizes
 
+LEAST = 1e-3  # spread of a feature that counts as none
 FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
 LOG_EMA, LOG_EA = FEATURES.index("log_ema"), FEATURES.index("log_ea")
 
@@ -65,11 +66,14 @@ class ScoreNet(nn.Module, ABC):
 def _standardise(net: ScoreNet, values: Tensor) -> None:
     """Set a network's input ``shift`` and ``scale`` from samples [M, C]."""
     net.shift.copy_(values.mean(0))
-    net.scale.copy_(values.std(0).clamp(min=1e-3))
+    net.scale.copy_(values.std(0).clamp(min=LEAST))
 
 
 class TokenMLP(ScoreNet):
-    """Multi-layer perceptron over one token's features; a residual on ``log EMA + log Expected Attention``.
+    """Multi-layer perceptron over a token's features; a residual on ``log EMA + log Expected Attention``.
+
+    Each feature enters twice: as it is, and relative to its mean and spread over the row, which tell what kind of
+    head it is.
 
     Args:
         n_features: F.
@@ -89,7 +93,7 @@ class TokenMLP(ScoreNet):
     def __init__(self, n_features: int = len(FEATURES), hidden: int = 64, depth: int = 2) -> None:
         super().__init__()
         self.n_features, self.hidden, self.depth = n_features, hidden, depth
-        widths = [n_features] + [hidden] * depth
+        widths = [2 * n_features] + [hidden] * depth
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):
             layers += [nn.Linear(inputs, outputs), nn.SiLU()]
@@ -107,10 +111,24 @@ class TokenMLP(ScoreNet):
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
         _standardise(self, batch["tokens"][batch["mask"]])
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Score token features [..., S, F] as log importance [..., S]."""
-        learned = self.head(self.body((tokens - self.shift) / self.scale)).squeeze(-1)
-        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + learned
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Score tokens.
+
+        Args:
+            tokens: [R, S, F] features.
+            mask: [R, S], False where a row is padded; padding never changes what the real tokens get.
+
+        Returns:
+            [R, S] log importance.
+        """
+        real = torch.ones_like(tokens[..., :1]) if mask is None else mask.to(tokens)[..., None]
+        count = real.sum(-2, keepdim=True)
+        centred = tokens - (tokens * real).sum(-2, keepdim=True) / count
+        spread = ((centred * real).square().sum(-2, keepdim=True) / count).sqrt()
+        inputs = torch.cat(((tokens - self.shift) / self.scale, centred / (spread + LEAST)), dim=-1)
+        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + self.head(
+            self.body(inputs)
+        ).squeeze(-1)
 
     def score(self, features: PrefillFeatures) -> Tensor:
         return self(features.tokens)

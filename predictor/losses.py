@@ -1,0 +1,86 @@
+"""Training losses: how far a ranking of candidates is from the attention that they really received.
+
+All take ``logits`` [R, K] (higher = keep), ``mass`` [R, K] (non-negative, what was received) and ``mask`` [R, K]
+(candidates: what a policy may drop), and return a scalar; a row without a candidate counts nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from predictor.features import FLOOR
+from predictor.metrics import kl_divergence, masked_log_softmax, masked_share
+
+TOP = 0.25  # share of the candidates that count as positive in the "bce" loss
+SHARES = (0.5, 0.25, 0.1)  # kept shares of the candidates in the "recovery" loss
+WIDTH = 0.5  # of the soft edge between kept and dropped, in nats
+
+
+def recovery_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
+    """Share of the mass that a soft top-k loses, averaged over several budgets: what the gate measures, made smooth.
+
+    A candidate is kept by ``sigmoid((logit - edge) / WIDTH)``, where the edge lies just under the k-th largest
+    logit. The edge moves with the logits so that the number kept stays the same (implicit differentiation):
+    raising all scores gains nothing.
+
+    Example:
+        >>> mass, mask = torch.tensor([[0.9, 0.0, 0.1, 0.0]]), torch.ones(1, 4, dtype=torch.bool)
+        >>> bool(recovery_loss(50 * mass, mass, mask) < 0.2 < recovery_loss(-50 * mass, mass, mask))
+        True
+    """
+    share, floor = masked_share(mass, mask), logits.detach().masked_fill(~mask, float("-inf"))
+    ranked, count = floor.sort(dim=-1, descending=True).values, mask.sum(-1, keepdim=True)
+    lost = logits.new_zeros(())
+    for kept in SHARES:
+        place = (count * kept).ceil().long()  # the edge lies between this candidate and the one before
+        around = ranked.gather(
+            -1, torch.cat((place - 1, torch.minimum(place, count - 1)), dim=-1).clamp(min=0)
+        )
+        edge = around.mean(-1, keepdim=True).nan_to_num(neginf=0.0)
+        soft = ((logits.detach() - edge) / WIDTH).sigmoid()
+        slope = masked_share(soft * (1 - soft), mask)
+        edge = edge + (slope * (logits - logits.detach())).sum(-1, keepdim=True)
+        lost = lost + (share.sum(-1) - (share * ((logits - edge) / WIDTH).sigmoid()).sum(-1)).mean()
+    return lost / len(SHARES)
+
+
+def listwise_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
+    """Cross-entropy between the target's distribution over the candidates and the predicted one, in nats.
+
+    Source: Cao et al. 2007, ListNet (top-one probabilities), with the target's own mass as the probabilities.
+    """
+    return -(masked_share(mass, mask) * masked_log_softmax(logits, mask)).sum(-1).mean()
+
+
+def kl_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
+    """KL from target to prediction: the listwise loss less its floor, so that 0 means perfect."""
+    return kl_divergence(logits, mass, mask).mean()
+
+
+def bce_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
+    """Binary cross-entropy on whether a candidate is among the row's top quarter."""
+    count = (mask.sum(-1, keepdim=True) * TOP).ceil().long()
+    order = mass.masked_fill(~mask, -1.0).argsort(dim=-1, descending=True)
+    place = torch.arange(mass.shape[-1], device=mass.device)
+    positive = torch.zeros_like(mass).scatter(-1, order, (place < count).to(mass))
+    each = binary_cross_entropy_with_logits(logits, positive, reduction="none")
+    return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
+def mse_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
+    """Squared error of logarithms, each row centred: a forecast's scale does not matter to a ranking."""
+    count = mask.sum(-1, keepdim=True).clamp(min=1)
+    error = (logits - mass.clamp(min=FLOOR).log()) * mask
+    error = (error - error.sum(-1, keepdim=True) / count) * mask
+    return error.square().sum() / mask.sum().clamp(min=1)
+
+
+LOSSES = {
+    "recovery": recovery_loss,
+    "listwise": listwise_loss,
+    "kl": kl_loss,
+    "bce": bce_loss,
+    "mse": mse_loss,
+}
