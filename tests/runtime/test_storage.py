@@ -61,7 +61,8 @@ def test_reconstruction_is_within_half_a_step(dim: int, data: st.DataObject) -> 
 
 
 def test_equal_tokens_survive_exactly() -> None:
-    packed = pack_tokens(torch.full((5, 16), 2.0), torch.zeros(5, 16), torch.zeros(5, dtype=torch.long), torch.arange(5), None)
+    rows = torch.zeros(5, dtype=torch.long)
+    packed = pack_tokens(torch.full((5, 16), 2.0), torch.zeros(5, 16), rows, torch.arange(5), None)
     key, value = dequantise(packed, torch.float32)
     torch.testing.assert_close(key, torch.full((5, 16), 2.0), atol=1e-3, rtol=0)
     assert bool((value == 0).all())

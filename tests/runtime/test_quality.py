@@ -1,0 +1,58 @@
+"""The safe preset on the real model and real prose: how small, how close."""
+
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.hf import forward_kwargs
+
+PROMPT, STEPS = 2048, 128
+PROSE = ("objects", "naming", "exceptions", "types")  # chapters of the language reference
+
+
+@pytest.fixture(scope="module")
+def ids(real_model_dir: Path) -> Tensor:
+    text = "\n".join(topics.topics[name] for name in PROSE)
+    ids = AutoTokenizer.from_pretrained(real_model_dir)(text, return_tensors="pt").input_ids
+    assert ids.shape[1] >= PROMPT + STEPS
+    return ids[:, : PROMPT + STEPS]
+
+
+def _load(path: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
+
+
+def _decode(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    """Log probabilities of the steps after the prompt, teacher-forced, one token at a time."""
+    call = forward_kwargs(cache, model)
+    logits = [model(ids[:, :PROMPT], **call, logits_to_keep=1).logits[:, -1]]
+    logits += [model(ids[:, at : at + 1], **call).logits[:, -1] for at in range(PROMPT, PROMPT + STEPS - 1)]
+    return torch.cat(logits).log_softmax(-1)
+
+
+@pytest.mark.slow
+def test_safe_is_close_to_the_full_cache_in_float32(real_model_dir: Path, ids: Tensor) -> None:
+    model = _load(real_model_dir, torch.float32)
+    full = _decode(model, ids, DynamicCache(config=model.config))
+    safe = _decode(model, ids, create_tiered_cache(model, FadeConfig.safe()))
+    kl = (full.exp() * (full - safe)).sum(-1)
+    assert float(kl.mean()) <= 0.006
+    assert float((full.argmax(-1) == safe.argmax(-1)).float().mean()) >= 0.95
+    assert float(kl.mean()) > 1e-6  # something was compressed
+
+
+@pytest.mark.slow
+def test_safe_is_three_times_smaller_in_bfloat16(real_model_dir: Path, ids: Tensor) -> None:
+    model = _load(real_model_dir, torch.bfloat16)
+    cache = create_tiered_cache(model, FadeConfig.safe())
+    model(ids[:, :PROMPT], **forward_kwargs(cache, model), logits_to_keep=1)
+    report = cache.memory_report()
+    assert report["compression"] >= 3.0
+    assert report["tokens"]["EVICTED"] == 0
+    assert report["full_bytes"] == 2 * 30 * 3 * 64 * PROMPT * 2
