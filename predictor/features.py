@@ -106,7 +106,7 @@ def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Te
     return scored.softmax(-1).mean(1)
 
 
-def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 128) -> Tensor:
+def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Tensor:
     """Attention that each token received from all queries of the prompt, in chunks of queries.
 
     Args:
@@ -115,12 +115,20 @@ def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 128) -> Te
     Returns:
         [H, S] float32, averaged over the query heads; slot j was visible to S - j queries.
     """
-    mass = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
-    for first in range(0, query.shape[1], chunk):
-        part = query[:, first : first + chunk]
-        seen = first + part.shape[1]
-        mass[:, :seen] += attention_rows(part, key[:, :seen], scaling, first).sum(1)
-    return mass
+    heads, slots, dim = key.shape
+    mass = torch.zeros(heads, slots, dtype=torch.float32, device=key.device)
+    grouped = (query * scaling).view(heads, -1, slots, dim)
+    groups = grouped.shape[1]
+    for first in range(0, slots, chunk):
+        part = grouped[:, :, first : first + chunk]
+        steps = part.shape[2]
+        seen = first + steps
+        scored = torch.matmul(part.reshape(heads, groups * steps, dim), key[:, :seen].transpose(1, 2)).float()
+        scored = scored.view(heads, groups, steps, seen)
+        later = torch.ones(steps, steps, dtype=torch.bool, device=key.device).triu(1)
+        scored[..., first:].masked_fill_(later, -math.inf)  # only the newest columns can be hidden
+        mass[:, :seen] += scored.softmax(-1).sum((1, 2))
+    return mass / groups
 
 
 def block_sizes(slots: int, block: int) -> Tensor:

@@ -1,0 +1,118 @@
+"""Features against stock eager attention, brute force and Monte Carlo."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from predictor import features, rope
+from predictor.errors import FadeError
+from predictor.features import FEATURES, FeatureSpec, attention_rows, block_sizes, h2o_mass, pool_blocks
+
+SHAPES = [(4, 2, 37), (9, 3, 130), (2, 2, 1), (8, 1, 65)]  # query heads, kv heads, tokens
+
+
+def _qkv(query_heads: int, heads: int, slots: int, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(slots)
+    return torch.randn(query_heads, slots, dim), torch.randn(heads, slots, dim), torch.randn(heads, slots, dim)
+
+
+def _probabilities(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Brute force, one query and one head at a time: [H, S, S], averaged over the group."""
+    groups = query.shape[0] // key.shape[0]
+    out = torch.zeros(key.shape[0], query.shape[1], key.shape[1])
+    for head in range(query.shape[0]):
+        for at in range(query.shape[1]):
+            scores = key[head // groups, : at + 1] @ query[head, at] * scaling
+            out[head // groups, at, : at + 1] += scores.softmax(0) / groups
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_and_mass_equal_brute_force(shape: tuple[int, int, int]) -> None:
+    query, key, _ = _qkv(*shape)
+    expected = _probabilities(query, key, 0.3)
+    torch.testing.assert_close(attention_rows(query, key, 0.3, first=0), expected, atol=1e-5, rtol=1e-4)
+    last = min(5, shape[2])
+    rows = attention_rows(query[:, -last:], key, 0.3, first=shape[2] - last)
+    torch.testing.assert_close(rows, expected[:, -last:], atol=1e-5, rtol=1e-4)
+    for chunk in (7, 64):
+        torch.testing.assert_close(h2o_mass(query, key, 0.3, chunk), expected.sum(1), atol=1e-4, rtol=1e-4)
+
+
+@given(st.integers(1, 70), st.integers(1, 20))
+def test_blocks_pool_their_real_tokens(slots: int, block: int) -> None:
+    rows = torch.rand(2, slots)
+    mean, peak = pool_blocks(rows, block)
+    cut = [rows[:, i : i + block] for i in range(0, slots, block)]
+    torch.testing.assert_close(mean, torch.stack([c.mean(1) for c in cut], 1))
+    torch.testing.assert_close(peak, torch.stack([c.amax(1) for c in cut], 1))
+    assert block_sizes(slots, block).tolist() == [c.shape[1] for c in cut]
+
+
+def test_expected_attention_equals_monte_carlo() -> None:
+    """Queries drawn from the fitted normal, unnormalised attention averaged over draws, then normalised."""
+    query, key, _ = _qkv(2, 1, 300, dim=8)
+    query, key = query + 0.5, key * 0.7
+    share = features.expected_attention(query, key, 0.35, None, horizon=4).exp()
+    torch.testing.assert_close(share.sum(-1), torch.ones(1))
+    expected = torch.zeros(1, 300)
+    for head in range(2):
+        used = query[head, features.EA_SINKS :]
+        normal = torch.distributions.MultivariateNormal(used.mean(0), torch.cov(used.T, correction=0))
+        torch.manual_seed(0)
+        weights = (normal.sample((200_000,)) @ key[0].T * 0.35).exp().mean(0)
+        expected += weights / weights.sum() / 2
+    torch.testing.assert_close(share, expected, atol=0, rtol=0.05)
+
+
+def test_expected_attention_rotates_the_mean_to_the_coming_positions() -> None:
+    """With one constant un-rotated query the forecast is that query, rotated to the average of the next positions."""
+    dim, slots, horizon = 8, 50, 16
+    angles = torch.arange(slots + horizon)[:, None] * torch.tensor([0.5, 0.1, 0.02, 0.004])
+    table = (angles.cos().repeat(1, 2), angles.sin().repeat(1, 2))
+    plain = torch.randn(1, 1, dim)
+    query = rope.rotate(plain.expand(-1, slots, -1), (table[0][:slots], table[1][:slots]))
+    key = torch.randn(1, slots, dim)
+    coming = range(slots, slots + horizon)
+    average = torch.stack([rope.rotate(plain[0], (table[0][[t]], table[1][[t]])) for t in coming])
+    expected = (average.mean(0) @ key[0].T * 0.4).log_softmax(-1)
+    ours = features.expected_attention(query, key, 0.4, table, horizon)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_features_say_what_their_names_say(shape: tuple[int, int, int]) -> None:
+    query, key, value = _qkv(*shape)
+    spec, slots = FeatureSpec(window=32, block=8), shape[2]
+    out = features.prefill_features(query, key, value, scaling=0.3, table=None, spec=spec)
+    rows = _probabilities(query, key, 0.3)[:, -32:]
+    if slots < 32:
+        rows = torch.cat((rows[:, :1].expand(-1, 32 - slots, -1), rows), 1)
+    column = {name: out.tokens[..., i] for i, name in enumerate(FEATURES)}
+    weights = 0.95 ** torch.arange(31, -1, -1.0)
+    average = (rows * (weights / weights.sum())[:, None]).sum(1)
+    tiny = 1e-9
+    torch.testing.assert_close(column["log_ema"], average.clamp(min=tiny).log(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(column["log_mean"], rows.mean(1).clamp(min=tiny).log(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(column["log_max"], rows.amax(1).clamp(min=tiny).log(), atol=1e-3, rtol=1e-3)
+    norm = value.norm(dim=-1).log()
+    torch.testing.assert_close(column["value_norm"], norm - norm.mean(-1, keepdim=True))
+    age = [math.log(slots - i) - math.log(1024) for i in range(slots)]
+    assert column["age"][0].tolist() == pytest.approx(age, abs=1e-5)
+    assert out.history_mean.shape == out.history_max.shape == (shape[1], 32, -(-slots // 8))
+    mass = (out.history_mean * block_sizes(slots, 8)).sum(-1)
+    torch.testing.assert_close(mass, torch.ones_like(mass))
+    assert bool(out.tokens.isfinite().all())
+
+
+def test_spec_round_trips_and_refuses_what_it_does_not_know() -> None:
+    spec = FeatureSpec(window=32)
+    assert FeatureSpec.from_dict(spec.to_dict()) == spec
+    with pytest.raises(FadeError, match="version 9 .* collect the traces and train again"):
+        FeatureSpec.from_dict({**spec.to_dict(), "version": 9})
+    with pytest.raises(FadeError, match=r"unknown fields \['colour'\]"):
+        FeatureSpec.from_dict({**spec.to_dict(), "colour": 1})
