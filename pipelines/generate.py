@@ -45,6 +45,7 @@ def generate(
     """
     from data.lm import load_lm
     from fade_runtime import create_tiered_cache
+    from fade_runtime.hf import forward_kwargs
 
     if max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
@@ -60,7 +61,7 @@ def generate(
     print(f"prompt: {length:,} tokens; cache: {describe(config)}\n", flush=True)
     lm.generate(
         **inputs,
-        past_key_values=cache,
+        **forward_kwargs(cache, lm),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         streamer=streamer,
