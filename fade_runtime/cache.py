@@ -106,8 +106,8 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     """
     config = FadeConfig.safe() if config is None else config
     policy = POLICIES[config.eviction_policy](config)
-    if isinstance(policy, Learned) and config.strict:
-        policy.predictor.check(model)
+    if isinstance(policy, Learned):
+        policy.predictor.check(model, strict=config.strict)
     hf.attach(model)
     text = hf.text_config(model)
     rotary = find_rotary(model)

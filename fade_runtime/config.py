@@ -26,7 +26,7 @@ class FadeConfig:
             loaded predictor.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
         ema_decay: decay per step of the "ema" policy's moving average.
-        strict: refuse a predictor that was trained for another model.
+        strict: refuse a predictor that was trained for another model; with False, warn.
 
     Raises:
         FadeError: an option out of its range, or options that contradict each other.

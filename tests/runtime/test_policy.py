@@ -1,0 +1,168 @@
+"""What the policies' numbers are, against stock eager attention; what they keep."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
+from fade_runtime.hf import forward_kwargs
+from predictor.bundle import save_bundle
+from predictor.features import FeatureSpec, prefill_features
+from predictor.nets import BlockCNN, TokenMLP
+from predictor.provenance import model_provenance
+from predictor.rope import find_rotary, rotary_table
+
+PROMPT, STEPS = 90, 13
+
+
+def _ids(batch: int, length: int) -> Tensor:
+    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+def _feed(model: Any, ids: Tensor, cache: Any, prompt: int = PROMPT) -> None:
+    model(ids[:, :prompt], **forward_kwargs(cache, model))
+    for step in range(prompt, ids.shape[1]):
+        model(ids[:, step : step + 1], **forward_kwargs(cache, model))
+
+
+def _bundle(path: Path, model: Any, net: Any = None) -> Path:
+    return save_bundle(
+        path / "bundle", net or TokenMLP(), spec=FeatureSpec(window=16, block=4, horizon=32), metrics={}, manifest={},
+        provenance=model_provenance(model),
+    )  # fmt: skip
+
+
+def _eager_attention(model: Any, ids: Tensor) -> list[Tensor]:
+    """[B, H, S, S] of each layer, averaged over the query group, by the stock eager implementation."""
+    model.set_attn_implementation("eager")
+    out = model(ids, output_attentions=True, **forward_kwargs(DynamicCache(config=model.config), model))
+    return [a.unflatten(1, (2, -1)).mean(2) for a in out.attentions]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "ema"])
+def test_state_equals_stock_attention_summed_up(model: Any, policy: str) -> None:
+    """All tokens in full precision, so the numbers must be those of the eager implementation on one long forward."""
+    ids = _ids(2, PROMPT + STEPS)
+    cache = create_tiered_cache(model, FadeConfig(recent_window=500, int4_budget=9, eviction_policy=policy))
+    _feed(model, ids, cache)
+    for layer, rows in zip(cache.tiered, _eager_attention(model, ids)):
+        if policy == "h2o":
+            expected = rows.sum(2)
+        else:
+            weights = 0.95 ** torch.arange(63, -1, -1.0)
+            expected = (rows[:, :, PROMPT - 64 : PROMPT] * (weights / weights.sum())[:, None]).sum(2)
+            for step in range(PROMPT, PROMPT + STEPS):
+                expected = 0.95 * expected + 0.05 * rows[:, :, step]
+        assert layer.full is not None
+        torch.testing.assert_close(layer.full.state, expected, atol=1e-4, rtol=1e-3)
+
+
+def _kept(cache: TieredCache, layer: int = 0) -> list[Tensor]:
+    packed = cache.tiered[layer].packed
+    assert packed is not None
+    return [packed.slots()[packed.token_row() == row] for row in range(int(packed.page_row.max()) + 1)]
+
+
+def test_position_keeps_the_newest(model: Any) -> None:
+    config = FadeConfig(n_sink=2, recent_window=8, int4_budget=10, eviction_policy="position")
+    cache = create_tiered_cache(model, config)
+    _feed(model, _ids(1, PROMPT), cache)
+    assert all(slots.tolist() == list(range(72, 82)) for slots in _kept(cache))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "ema", "learned"])
+def test_prompt_eviction_keeps_the_best_scored_of_each_head(model: Any, policy: str, tmp_path: Path) -> None:
+    """Scores by brute force from eager attention (the untrained network: from the featuriser); heads differ."""
+    ids = _ids(1, PROMPT)
+    predictor = _bundle(tmp_path, model) if policy == "learned" else None
+    config = FadeConfig(
+        n_sink=2, recent_window=8, int4_budget=0.25, eviction_policy=policy, predictor=predictor
+    )
+    cache = create_tiered_cache(model, config)
+    captured = _capture(model, cache, ids)
+    kept = _kept(cache)
+    rows = _eager_attention(model, ids)[0][0]  # [H, S, S]
+    if policy == "h2o":
+        scores = rows.sum(1) / torch.arange(PROMPT, 0, -1)
+    elif policy == "ema":
+        scores = (rows[:, -64:] * (0.95 ** torch.arange(63, -1, -1.0))[:, None]).sum(1)
+    else:
+        query, key, value = captured
+        spec = FeatureSpec(window=16, block=4, horizon=32)
+        table = rotary_table(find_rotary(model), torch.arange(PROMPT + 32))
+        tokens = prefill_features(query, key, value, scaling=16**-0.5, table=table, spec=spec).tokens
+        scores = tokens[..., 0] + tokens[..., 1]
+    for head, slots in enumerate(kept):
+        best = scores[head, 2 : PROMPT - 8].topk(int(0.25 * PROMPT)).indices + 2
+        assert slots.tolist() == best.sort().values.tolist()
+    assert kept[0].tolist() != kept[1].tolist()
+
+
+def _capture(model: Any, cache: TieredCache, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the prompt; return the first layer's query, key and value as the attention function saw them."""
+    seen: list[tuple[Tensor, ...]] = []
+    layer = cache.tiered[0]
+    start = layer._start
+
+    def spy(query: Tensor, mask: Any, scaling: float) -> None:
+        assert layer.full is not None
+        seen.append((query[0], layer.full.key[0], layer.full.value[0]))
+        start(query, mask, scaling)
+
+    layer._start = spy  # type: ignore[method-assign]
+    model(ids, **forward_kwargs(cache, model))
+    return seen[0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "ema", "learned"])
+def test_tokens_that_came_after_the_prompt_are_scored_too(model: Any, policy: str, tmp_path: Path) -> None:
+    """A later reassignment must not drop the newest middle tokens for want of a prompt score."""
+    predictor = _bundle(tmp_path, model) if policy == "learned" else None
+    cache = create_tiered_cache(
+        model,
+        FadeConfig(
+            n_sink=2, recent_window=8, int4_budget=24, eviction_policy=policy, predictor=predictor, reassign_every=8
+        ),
+    )
+    _feed(model, _ids(1, 200), cache, prompt=60)
+    young = sum(int((slots >= 60).sum()) for slots in _kept(cache))
+    assert young >= 6  # of 48, where 80 % of the candidates are young
+    assert sum(len(slots) for slots in _kept(cache)) == 48
+
+
+@pytest.mark.parametrize("net", [TokenMLP(), BlockCNN(window=16, block=4)], ids=["mlp", "cnn"])
+def test_learned_row_of_a_padded_batch_equals_its_unbatched_run(model: Any, net: Any, tmp_path: Path) -> None:
+    bundle = _bundle(tmp_path, model, net)
+    config = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, eviction_policy="learned", predictor=bundle)
+    short, long = _ids(1, 53), _ids(1, 80)
+    ids = torch.cat((torch.nn.functional.pad(short, (27, 0), value=257), long))
+    mask = (ids != 257).long()
+    batched = create_tiered_cache(model, config)
+    model.generate(ids, attention_mask=mask, max_new_tokens=1, past_key_values=batched)
+    for row, (prompt, pad) in enumerate(((short, 27), (long, 0))):
+        alone = create_tiered_cache(model, config)
+        model.generate(prompt, max_new_tokens=1, past_key_values=alone)
+        for head in range(2):
+            assert torch.equal(_kept(batched)[2 * row + head] - pad, _kept(alone)[head])
+
+
+def test_predictor_of_another_model_is_refused(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    bundle = _bundle(tmp_path, tiny_model(seed=0))
+    other = tiny_model(seed=1)
+    with pytest.raises(FadeError, match="was made for another model: weights"):
+        create_tiered_cache(other, FadeConfig.balanced(predictor=bundle))
+    assert other.config._attn_implementation != "fade"  # refused before anything was changed
+    with pytest.warns(UserWarning, match="allowed by strict=False"):
+        create_tiered_cache(other, FadeConfig.balanced(predictor=bundle, strict=False))
+
+
+def test_presets_choose_the_predictor_when_there_is_one(tmp_path: Path) -> None:
+    assert FadeConfig.balanced().eviction_policy == "h2o"
+    assert FadeConfig.aggressive(predictor="x").eviction_policy == "learned"
+    assert not FadeConfig.safe().evicts
+    assert FadeConfig.balanced(n_sink=7).n_sink == 7
