@@ -271,4 +271,5 @@ def test_two_processes_lose_and_double_nothing(collected: Path, small: Make, tmp
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
+    assert "4/4" in done.stdout  # of the first process: it reads two shards, the other process one
     assert_same(out, collected)
