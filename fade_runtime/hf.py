@@ -1,6 +1,6 @@
 """Everything that touches the API of transformers (5.17 to the newest).
 
-The attention function and the mask function are registered under the name "fade". A :class:`TieredLayer` is handed to
+The attention function and the mask function are registered under the name "fade". A tiered layer is handed to
 the attention function with the call it belongs to, so caches, models and threads cannot mix: through the ``kwargs``
 dict that ``update`` receives (5.24 and newer), and as an attribute of the returned key before that.
 """
@@ -8,7 +8,7 @@ dict that ``update`` receives (5.24 and newer), and as an attribute of the retur
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from transformers.masking_utils import sdpa_mask
 from predictor.errors import FadeError
 from predictor.provenance import head_dim
 
-if TYPE_CHECKING:
-    from fade_runtime.layer import TieredLayer
-
 NAME = "fade"
 HANDLE = "fade_layer"
 # Arguments that reach an attention function and do not change what it computes.
@@ -31,6 +28,13 @@ HARMLESS = {
     "num_items_in_batch", "is_causal", "dropout", "logits_to_keep", "sliding_window", "cache", "past_key_values",
     "return_shared_kv_states",
 }  # fmt: skip
+
+
+class Attending(Protocol):
+    """A cache layer that computes attention over what it holds."""
+
+    def attend(self, module: torch.nn.Module, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        """Attention of the queries [B, Hq, Q, D] that came with the last update: [B, Q, Hq, D]."""
 
 
 def fade_attention(
@@ -70,7 +74,7 @@ def dense_attention(
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)[0]
 
 
-def hand_over(layer: TieredLayer, key: Tensor, call: dict[str, Any] | None) -> Tensor:
+def hand_over(layer: Attending, key: Tensor, call: dict[str, Any] | None) -> Tensor:
     """Let the attention function of this very call find ``layer``; returns the key to give back from ``update``."""
     if call is not None:
         call[HANDLE] = layer
@@ -86,7 +90,7 @@ def is_attached(config: Any) -> bool:
 
 
 def attach(model: Any) -> None:
-    """Switch a model to the "fade" attention; anything but a :class:`TieredCache` still runs plain SDPA there.
+    """Switch a model to the "fade" attention; anything but a tiered cache still runs plain SDPA there.
 
     Raises:
         FadeError: an architecture whose cache cannot be tiered (MLA, no attention layer, no attention interface).

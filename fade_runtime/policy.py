@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from predictor import rope, scores
 from predictor.features import attention_rows, h2o_mass, prefill_features
 
 if TYPE_CHECKING:
-    from fade_runtime.config import FadeConfig
     from predictor.bundle import Predictor
 
 WINDOW = 64  # prompt queries that start the moving average
@@ -128,16 +128,28 @@ class Learned(Ema):
         return self.predictor.score(seen).float().softmax(-1)
 
 
-def _learned(config: FadeConfig) -> Policy:
+def _learned(options: PolicyOptions) -> Policy:
     from predictor.registry import load_predictor
 
-    assert config.predictor is not None
-    return Learned(load_predictor(config.predictor))
+    assert options.predictor is not None
+    return Learned(load_predictor(options.predictor))
 
 
-POLICIES: dict[str, Callable[[FadeConfig], Policy]] = {
-    "position": lambda config: Policy(),
-    "h2o": lambda config: H2O(),
-    "ema": lambda config: Ema(config.ema_decay),
+class PolicyOptions(Protocol):
+    """What a policy may ask of the configuration."""
+
+    @property
+    def ema_decay(self) -> float:
+        """Decay per step of a moving average."""
+
+    @property
+    def predictor(self) -> str | Path | Predictor | None:
+        """A predictor or its reference."""
+
+
+POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+    "position": lambda options: Policy(),
+    "h2o": lambda options: H2O(),
+    "ema": lambda options: Ema(options.ema_decay),
     "learned": _learned,
 }
