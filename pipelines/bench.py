@@ -1,0 +1,157 @@
+"""Benchmarks: `python -m pipelines.bench decode`. Every number is a ratio to a baseline of the same run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipelines import cli
+from predictor.errors import FadeError
+
+BASELINE = "stock"
+TOLERANCE = 1e-3  # largest relative difference of logits between caches that hold the same values
+
+
+def decode(
+    model: str = "artefacts/models/smollm2-135m-instruct",
+    contexts: list[int] = [2048, 4096, 8192],  # noqa: B006
+    steps: int = 20,
+    threads: int = 1,
+    out: str | None = None,
+) -> None:
+    """Time one decode step over caches that hold the same values, method by method, interleaved.
+
+    Keys and values are random, stored in 4 bits by the tiered cache, and given to the other caches as they read back
+    from it: so all logits must agree, and nothing is printed when they do not. Methods: stock (DynamicCache), static
+    (StaticCache, preallocated), int4 (the body in 4 bits), int4+statistics (the same, with the h2o policy's sums).
+
+    Args:
+        model: directory or hub id of a causal language model, loaded in float32.
+        contexts: tokens in the cache before the first step.
+        steps: timed steps of each method.
+        threads: of torch.
+        out: JSON lines file to add the rows to.
+    """
+    import torch
+
+    from data.lm import load_lm
+    from pipelines.report import machine
+
+    for name, value in (("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0))):
+        if value < 1:
+            raise FadeError(f"{name} {value} is too small; use at least 1")
+    torch.set_num_threads(threads)
+    lm, _ = load_lm(model, "float32")
+    rows = [row for context in contexts for row in _decode_rows(lm, context, steps)]
+    if out is not None:
+        with open(out, "a", encoding="utf-8") as lines:
+            for row in rows:
+                lines.write(json.dumps({**row, "model": Path(model).name, "threads": threads, **machine()}) + "\n")
+    print(f"{'context':>8} {'cache':<16} {'ms/step':>8} {'tokens/s':>9} {'of stock':>9} {'MiB':>7}")
+    for row in rows:
+        print(
+            f"{row['context']:>8,} {row['method']:<16} {row['ms']:>8.1f} {1e3 / row['ms']:>9.2f} "
+            f"{row['of_stock']:>8.2f}x {row['bytes'] / 2**20:>7.1f}"
+        )
+
+
+def _decode_rows(lm: Any, context: int, steps: int) -> list[dict[str, Any]]:
+    """Fill the caches of one context length, check that they agree, time them in turn."""
+    import torch
+
+    from fade_runtime.hf import forward_kwargs
+    from pipelines.measure import dense_twin
+
+    stock_model = dense_twin(lm)
+    caches = _filled(lm, context, context + steps + 1)
+    models = {name: lm if name.startswith("int4") else stock_model for name in caches}
+    seconds: dict[str, list[float]] = {name: [] for name in caches}
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for step in range(steps + 1):
+            token = torch.randint(lm.config.vocab_size, (1, 1), generator=generator)
+            logits = {}
+            names = list(caches)
+            for name in names[step % len(names) :] + names[: step % len(names)]:
+                started = time.perf_counter()
+                logits[name] = models[name](token, **forward_kwargs(caches[name], lm)).logits
+                if step:  # the first warms up
+                    seconds[name].append(time.perf_counter() - started)
+            _agree(logits, context)
+    return [
+        {
+            "bench": "decode",
+            "context": context,
+            "method": name,
+            "ms": 1e3 * median(each),
+            "of_stock": median(seconds[BASELINE]) / median(each),
+            "bytes": _bytes(caches[name]),
+        }
+        for name, each in seconds.items()
+    ]
+
+
+def _filled(lm: Any, context: int, limit: int) -> dict[str, Any]:
+    """Caches of ``context`` tokens that read back the same keys and values."""
+    import torch
+    from transformers import DynamicCache, StaticCache
+
+    from fade_runtime import FadeConfig, create_tiered_cache
+    from fade_runtime.hf import geometry, text_config
+
+    caches = {
+        BASELINE: DynamicCache(config=lm.config),
+        "static": StaticCache(config=lm.config, max_cache_len=limit),
+        "int4": create_tiered_cache(lm, FadeConfig.safe()),
+        "int4+statistics": create_tiered_cache(lm, FadeConfig(int4_budget=1.0, eviction_policy="h2o")),
+    }
+    heads, dim = geometry(text_config(lm))
+    generator = torch.Generator().manual_seed(context)
+    for index in range(len(caches["int4"].layers)):
+        key, value = torch.randn(2, 1, heads, context, dim, generator=generator)
+        key /= 4  # attention that is neither flat nor on one token, where rounding would decide
+        for name in ("int4", "int4+statistics"):
+            layer = caches[name].layers[index]
+            layer.update(key, value, kwargs={})
+            layer.compress()
+        key, value = caches["int4"].layers[index].materialise()
+        for name in (BASELINE, "static"):
+            caches[name].update(key, value, index)
+    return caches
+
+
+def _agree(logits: dict[str, Any], context: int) -> None:
+    """Refuse to report times of caches whose logits differ."""
+    expected = logits[BASELINE]
+    for name, got in logits.items():
+        off = float((got - expected).norm() / expected.norm())
+        if not off < TOLERANCE:
+            raise FadeError(
+                f"bench at {context} tokens: logits of {name} are {off:.1e} away from {BASELINE}; no times are shown"
+            )
+
+
+def _bytes(cache: Any) -> int:
+    if hasattr(cache, "memory_report"):
+        return cache.memory_report()["resident_bytes"]
+    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+COMMANDS = {"decode": decode}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point: the first argument names the benchmark."""
+    given = sys.argv[1:] if argv is None else argv
+    if not given or given[0] not in COMMANDS:
+        print(f"usage: python -m pipelines.bench {{{','.join(COMMANDS)}}} [options]; --help after a name lists them")
+        return 0 if given[:1] in (["--help"], ["-h"]) else 2
+    return cli.run(COMMANDS[given[0]], given[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
