@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fade_runtime.kernels import cpu, reference
 from fade_runtime.packed import PackedTokens
-from fade_runtime.quant import hadamard
 from predictor.errors import FadeError
 
 SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
@@ -64,82 +63,50 @@ def tiered_attention(
         output [B, Hq, Q, D]; weighted attention that each full token [B, H, n] and each packed token [T] received,
         averaged over the query group, or None.
     """
-    steps, heads = query.shape[2], query.shape[1]
-    per_query = query.shape[0] * heads * (len(full) + len(packed))
-    chunk = max(1, min(steps, SCORES_AT_ONCE // max(per_query, 1)))
-    outs, to_full, to_packed = [], None, None
-    for at in range(0, steps, chunk):
-        part = slice(at, min(at + chunk, steps))
-        out, probs, packed_probs = _attend(
-            query[:, :, part],
-            full,
-            packed,
-            scaling,
-            first + at,
-            None if mask is None else mask[:, :, part],
-            weights is not None,
-        )
-        outs.append(out)
-        if weights is not None and packed_probs is not None:
-            share = weights[part].to(probs.dtype)
-            add_full = torch.einsum("bhgqn,q->bhn", probs, share) / probs.shape[2]
-            add_packed = torch.einsum("tgq,q->t", packed_probs, share) / probs.shape[2]
-            to_full = add_full if to_full is None else to_full + add_full
-            to_packed = add_packed if to_packed is None else to_packed + add_packed
-    return torch.cat(outs, dim=2), to_full, to_packed
-
-
-def _attend(
-    query: Tensor,
-    full: FullTokens,
-    packed: PackedTokens,
-    scaling: float,
-    first: int,
-    mask: Tensor | None,
-    want_probs: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One chunk of queries: output [B, Hq, Q, D], probabilities [B, H, G, Q, n] and, if wanted, [T, G, Q]."""
     batch, query_heads, steps, dim = query.shape
     heads = full.key.shape[1]
-    groups = query_heads // heads
-    rows = batch * heads
-    grouped = (query * scaling).reshape(rows, groups * steps, dim)
-    scores = (grouped @ full.key.reshape(rows, -1, dim).transpose(1, 2)).float()
-    scores = scores.view(batch, heads, groups, steps, -1)
-    bias, packed_bias = _bias(mask, full, packed, first, steps, heads, query_heads)
-    if bias is not None:
-        scores = scores + bias
-    if packed_bias is not None:
-        packed_bias = packed_bias.expand(-1, groups, -1).flatten(1)
-    body, body_lse, body_scores = pick_kernel(query.device)(hadamard(grouped), packed, packed_bias)
-
-    lse = scores.flatten(0, 1).flatten(1, 2).logsumexp(-1)  # [R, GQ]
-    lse = torch.logaddexp(lse, body_lse).clamp(min=torch.finfo(torch.float32).min)  # finite where nothing is visible
-    probs = (scores.view(rows, groups * steps, -1) - lse[..., None]).exp()
-    out = probs.to(query.dtype) @ full.value.reshape(rows, -1, dim)
-    out = out + hadamard(body) * (body_lse - lse).exp()[..., None].to(query.dtype)
-    body_probs = (body_scores - lse[packed.token_row()]).exp() if want_probs else None
-    return (
-        out.view(batch, query_heads, steps, dim),
-        probs.view(batch, heads, groups, steps, -1),
-        None if body_probs is None else body_probs.unflatten(1, (groups, steps)),
-    )
+    groups, rows = query_heads // heads, batch * heads
+    kernel = pick_kernel(query.device)
+    key, value = full.key.reshape(rows, -1, dim), full.value.reshape(rows, -1, dim)
+    chunk = max(1, min(steps, SCORES_AT_ONCE // max(batch * query_heads * (len(full) + len(packed)), 1)))
+    outs, masses = [], []
+    for at in range(0, steps, chunk):
+        part = slice(at, min(at + chunk, steps))
+        size = part.stop - at
+        bias, packed_bias = _bias(
+            None if mask is None else mask[:, :, part], full, packed, first + at, size, heads, query_heads
+        )
+        if bias is not None:
+            bias = bias.expand(batch, heads, groups, size, -1).reshape(rows, groups * size, -1)
+        if packed_bias is not None:
+            packed_bias = packed_bias.expand(-1, groups, -1).flatten(1)
+        share = None if weights is None else (weights[part] / groups).repeat(groups)
+        grouped = (query[:, :, part] * scaling).reshape(rows, groups * size, dim)
+        out, mass, packed_mass = kernel(grouped, key, value, packed, share, bias, packed_bias)
+        outs.append(out.view(batch, query_heads, size, dim))
+        if mass is not None:
+            masses.append((mass.view(batch, heads, -1), packed_mass))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    if not masses:
+        return out, None, None
+    to_full, to_packed = (functools.reduce(torch.add, each) for each in zip(*masses))
+    return out, to_full, to_packed
 
 
 @functools.cache
-def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Choose the packed-attention kernel of a device, once: the compiled one on a CPU when it builds and agrees.
+def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Choose the attention kernel of a device, once: the compiled one on a CPU when it builds and agrees.
 
     ``FADE_KERNEL=reference`` in the environment asks for plain torch.
     """
     if device.type != "cpu" or os.environ.get("FADE_KERNEL") == "reference":
-        return reference.packed_attention
+        return reference.attend
     try:
         cpu.self_test()
     except (FadeError, OSError) as problem:
         warnings.warn(f"slow attention over packed tokens: {problem}", RuntimeWarning, stacklevel=2)
-        return reference.packed_attention
-    return cpu.packed_attention
+        return reference.attend
+    return cpu.attend
 
 
 def _bias(
@@ -156,10 +123,11 @@ def _bias(
         return _additive(~hidden[:, None, None]), None
     visible = mask.expand(batch, -1, -1, -1)
     index = slots.clamp(min=0)[:, None, None, :].expand(-1, visible.shape[1], steps, -1)
-    bias = _additive(visible.gather(-1, index))
-    bias = bias.masked_fill((slots < 0)[:, None, None, :], -math.inf)
+    chosen = visible.gather(-1, index)
+    hole = (slots < 0)[:, None, None, :]
+    chosen = chosen & ~hole if chosen.dtype == torch.bool else chosen.masked_fill(hole, -math.inf)
     per_head = visible.shape[1] == query_heads and query_heads > 1
-    bias = bias.unflatten(1, (heads, -1)) if per_head else bias[:, :, None]
+    bias = _unless_plain(chosen.unflatten(1, (heads, -1)) if per_head else chosen[:, :, None])
     row, slot = packed.token_row(), packed.slots()
     if per_head:
         grouped = visible.unflatten(1, (heads, -1)).flatten(0, 1)  # [R, G, Q, S]

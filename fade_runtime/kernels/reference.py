@@ -85,41 +85,56 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
     return out.flatten(2)
 
 
-def packed_attention(
-    query: Tensor, packed: PackedTokens, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of each row's queries over the row's packed tokens alone, ready to be merged with other tokens.
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedTokens,
+    weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    packed_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Attention of each row's queries over the row's full-precision and packed tokens, under one softmax.
 
     Args:
-        query: [R, Q, D] float, Hadamard-rotated, already scaled.
+        query: [R, Q, D] float, already scaled; Q is query heads of the group x steps.
+        key, value: [R, n, D] full-precision tokens.
         packed: T tokens in R rows (a row may have none).
-        bias: [T, Q] added to the scores, or None.
+        weights: [Q] weight of each query in the statistics, or None for no statistics.
+        bias: [R, Q, n] added to the scores of full-precision tokens, or None.
+        packed_bias: [T, Q] added to the scores of packed tokens, or None.
 
     Returns:
-        output [R, Q, D], Hadamard-rotated, zero where nothing is visible; log of the sum of exponentials [R, Q];
-        scores [T, Q], bias included. The last two in float32.
+        output [R, Q, D] in the query's dtype, zero where nothing is visible; attention that each full-precision
+        token [R, n] and each packed token [T] received, summed over queries by weight, float32, or None.
 
-    Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax (arXiv 1805.02867), section 3.
+    Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax (arXiv 1805.02867), section 3,
+    for the merging of parts.
 
     Example:
         >>> from fade_runtime.packed import pack_tokens
         >>> packed = pack_tokens(torch.randn(5, 16), torch.ones(5, 16), torch.zeros(5).long(), torch.arange(5), None)
-        >>> out, lse, scores = packed_attention(torch.randn(1, 2, 16), packed)
-        >>> torch.allclose(quant.hadamard(out), torch.ones(1, 2, 16), atol=1e-3)  # a mean of equal values
+        >>> out, _, _ = attend(torch.randn(1, 2, 16), torch.randn(1, 3, 16), torch.ones(1, 3, 16), packed)
+        >>> torch.allclose(out, torch.ones(1, 2, 16), atol=1e-3)  # a mean of equal values
         True
     """
-    rows = query.shape[0]
+    least = torch.finfo(torch.float32).min
     row = packed.token_row()
-    scores = packed_scores(query, packed).float()
-    if bias is not None:
-        scores = scores + bias
-    where = row[:, None].expand_as(scores)
-    top = scores.new_full((rows, scores.shape[1]), torch.finfo(torch.float32).min)
-    top = top.scatter_reduce(0, where, scores, "amax")  # [R, Q], finite
-    shares = (scores - top[row]).exp()
-    total = torch.zeros_like(top).index_add_(0, row, shares)
-    shares = shares / total[row].clamp(min=torch.finfo(torch.float32).tiny)
-    return packed_values(shares.to(query.dtype), packed, rows), top + total.log(), scores
+    scores = (query @ key.transpose(1, 2)).float()  # [R, Q, n]
+    body = packed_scores(quant.hadamard(query), packed).float()  # [T, Q]
+    scores = scores if bias is None else scores + bias
+    body = body if packed_bias is None else body + packed_bias
+    top = scores.amax(-1).clamp(min=least)  # [R, Q], finite also where nothing is visible
+    top = top.scatter_reduce(0, row[:, None].expand_as(body), body, "amax")
+    shares, body = (scores - top[..., None]).exp(), (body - top[row]).exp()
+    total = (shares.sum(-1).index_add(0, row, body)).clamp(min=torch.finfo(torch.float32).tiny)
+    shares, body = shares / total[..., None], body / total[row]
+    out = shares.to(query.dtype) @ value
+    out = out + quant.hadamard(packed_values(body.to(query.dtype), packed, query.shape[0]))
+    if weights is None:
+        return out, None, None
+    weights = weights.float()
+    return out, torch.einsum("rqn,q->rn", shares, weights), body @ weights
 
 
 def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

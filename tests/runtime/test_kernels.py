@@ -35,11 +35,11 @@ def _ragged(lengths: list[int], dim: int) -> PackedTokens:
     return pack_tokens(torch.randn(len(rows), dim), torch.randn(len(rows), dim) * 5, rows, slots, None)
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Relative root mean square error; rows without tokens (-inf, 0) must agree exactly."""
-    finite = theirs.isfinite()
-    assert torch.equal(ours[~finite], theirs[~finite])
-    return float((ours - theirs)[finite].norm() / theirs[finite].norm())
+def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
+    """Relative root mean square error."""
+    assert ours is not None
+    assert theirs is not None
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
 
 
 @pytest.mark.kernels
@@ -51,19 +51,29 @@ def test_compiled_kernel_equals_the_reference(dim: int, queries: int, lengths: l
     packed = _ragged(lengths, dim)
     gaps = packed.keep((torch.rand(len(packed)) < 0.7) | (torch.arange(len(packed)) == 0))  # pages with gaps
     query = torch.randn(len(lengths), queries, dim) * dim**-0.5 * 4
-    for tokens in (packed, gaps):
-        for ours, theirs in zip(cpu.packed_attention(query, tokens), reference.packed_attention(query, tokens)):
-            assert _difference(ours, theirs) < 1e-5
+    for tokens, full in ((packed, 68), (gaps, 1), (gaps, 129)):
+        key, value = torch.randn(2, len(lengths), full, dim)
+        for weights in (None, torch.rand(queries)):
+            ours = cpu.attend(query, key, value, tokens, weights)
+            theirs = reference.attend(query, key, value, tokens, weights)
+            assert _difference(ours[0], theirs[0]) < 1e-5
+            if weights is None:
+                assert ours[1:] == theirs[1:] == (None, None)
+            else:
+                assert _difference(ours[1], theirs[1]) < 1e-5
+                assert _difference(ours[2], theirs[2]) < 1e-5
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("compiled")
 def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     packed = _ragged([130, 70], 64)
-    query = torch.randn(2, 3, 64) * 300
-    for ours, theirs in zip(cpu.packed_attention(query, packed), reference.packed_attention(query, packed)):
-        assert bool(ours.isfinite().all())
-        assert _difference(ours, theirs) < 1e-4
+    query, (key, value) = torch.randn(2, 3, 64) * 300, torch.randn(2, 2, 5, 64)
+    ours = cpu.attend(query, key, value, packed, torch.ones(3))
+    for mine, other in zip(ours, reference.attend(query, key, value, packed, torch.ones(3))):
+        assert mine is not None
+        assert bool(mine.isfinite().all())
+        assert _difference(mine, other) < 1e-3
 
 
 @pytest.mark.kernels
@@ -71,12 +81,10 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_queries_keep_their_type(dtype: torch.dtype) -> None:
     packed = _ragged([90, 5], 64)
-    query = torch.randn(2, 3, 64)
-    out, lse, _ = cpu.packed_attention(query.to(dtype), packed)
-    exact, exact_lse, _ = reference.packed_attention(query, packed)
+    query, (key, value) = torch.randn(2, 3, 64), torch.randn(2, 2, 7, 64)
+    out, _, _ = cpu.attend(query.to(dtype), key.to(dtype), value.to(dtype), packed)
     assert out.dtype == dtype
-    assert float((out.float() - exact).norm() / exact.norm()) < 0.01
-    torch.testing.assert_close(lse, exact_lse, atol=0.02, rtol=0.01)
+    assert _difference(out.float(), reference.attend(query, key, value, packed)[0]) < 0.01
 
 
 @pytest.mark.kernels
@@ -102,11 +110,11 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) 
 
 
 def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = lambda query, packed, bias=None: [t + 1 for t in reference.packed_attention(query, packed, bias)]
-    monkeypatch.setattr(cpu, "packed_attention", wrong)
+    wrong = lambda *given: (reference.attend(*given)[0] + 1, *reference.attend(*given)[1:])
+    monkeypatch.setattr(cpu, "attend", wrong)
     pick_kernel.cache_clear()
-    with pytest.warns(RuntimeWarning, match="disagrees with the reference in out"):
-        assert pick_kernel(CPU) is reference.packed_attention
+    with pytest.warns(RuntimeWarning, match="disagrees with the reference in its output"):
+        assert pick_kernel(CPU) is reference.attend
     monkeypatch.undo()
     pick_kernel.cache_clear()
     with warnings.catch_warnings():
@@ -117,18 +125,26 @@ def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 def test_environment_asks_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FADE_KERNEL", "reference")
     pick_kernel.cache_clear()
-    assert pick_kernel(CPU) is reference.packed_attention
+    assert pick_kernel(CPU) is reference.attend
     pick_kernel.cache_clear()
 
 
-def test_masked_tokens_carry_nothing_in_the_reference() -> None:
+def test_hidden_tokens_carry_nothing_in_the_reference() -> None:
     packed = _ragged([40, 8], 32)
-    query = torch.randn(2, 2, 32)
-    hidden = torch.zeros(48, 2)
-    hidden[10:] = -torch.inf  # the whole second row
-    out, lse, _ = reference.packed_attention(query, packed, hidden)
-    alone, alone_lse, _ = reference.packed_attention(query[:1], packed.keep(torch.arange(48) < 10))
-    torch.testing.assert_close(out[0], alone[0])
-    torch.testing.assert_close(lse[0], alone_lse[0])
-    assert bool((out[1] == 0).all())
-    assert bool((lse[1] < -1e30).all())
+    query, (key, value) = torch.randn(2, 2, 32), torch.randn(2, 2, 6, 32)
+    hidden, body_hidden = torch.zeros(2, 2, 6), torch.zeros(48, 2)
+    hidden[:, :, 4:] = -torch.inf
+    body_hidden[10:] = -torch.inf  # the whole second row
+    out, mass, body_mass = reference.attend(query, key, value, packed, torch.ones(2), hidden, body_hidden)
+    few = packed.keep(torch.arange(48) < 10)
+    expected, full_mass, few_mass = reference.attend(query, key[:, :4], value[:, :4], few, torch.ones(2))
+    torch.testing.assert_close(out, expected)
+    assert mass is not None
+    assert body_mass is not None
+    torch.testing.assert_close(mass[:, :4], full_mass)
+    torch.testing.assert_close(body_mass[:10], few_mass)
+    assert bool((body_mass[10:] == 0).all())
+    nothing, _, _ = reference.attend(
+        query, key, value, packed, None, torch.full_like(hidden, -torch.inf), torch.full_like(body_hidden, -torch.inf)
+    )
+    assert bool((nothing == 0).all())  # a padding query
