@@ -64,7 +64,7 @@ def quality_against_bytes(path: Path, methods: Sequence[Mapping[str, Any]], titl
             *(max(row[key], SMALLEST) for key in ("kl", "kl_worst")),
         )
         axes.plot([size, size], [kl, worst], color=colour, linewidth=1, alpha=0.5)
-        axes.plot(size, kl, marker, color=colour, markersize=9)
+        axes.plot(size, kl, marker, color=colour, markersize=9, markeredgecolor="white", markeredgewidth=0.7)
     axes.axvline(full, color="#555555", linestyle="--", linewidth=1)
     axes.text(
         full, 0.97, "full cache ", transform=axes.get_xaxis_transform(), ha="right", va="top", color="#555555"
@@ -178,7 +178,7 @@ def attention_and_forecasts(
     below.set_xlim(0, recorded.shape[1] * block)
     below.set_xlabel("position in the prompt, tokens")
     below.set_ylabel("share of the attention")
-    below.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0))
+    below.legend(frameon=False, ncols=1 + len(once), loc="lower left", bbox_to_anchor=(0, 1.0))
     figure.suptitle(names[0], fontsize=12, x=0.01, ha="left")
     figure.savefig(path)
     plt.close(figure)
