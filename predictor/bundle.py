@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from predictor.provenance import check_provenance
 
 VERSION = 1
 WEIGHTS, FACTS, CARD = "model.safetensors", "bundle.json", "README.md"
+RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>[\d.]+)")
 FIELDS = ("version", "kind", "config", "spec", "provenance", "metrics", "manifest", "weights_sha256")
 
 
@@ -217,12 +219,10 @@ Attention recorded from that model: the last {spec["window"]} queries of each pr
 {_rows(told)}
 ## Measured on documents it never saw
 
-Recovery is the share of the attention of the following steps that falls on the kept tokens; `at_0.25` keeps a
-quarter of the prompt. "Gap closed" goes from 0 (the best built-in heuristic) to 1 (the true future).
+Recovery is the share of the attention of the following steps that falls on the kept tokens, when the given share of
+the prompt is kept. The oracle knows the future; the rest are built-in heuristics.
 
-| | |
-|---|---|
-{_rows({k: round(v, 4) for k, v in metrics.items()})}
+{_recoveries(metrics)}
 ## Use
 
 ```python
@@ -240,6 +240,19 @@ The weights are safetensors; nothing here is executed when it is loaded.
 It ranks tokens by how much attention they will get, which is not the same as how much the output changes
 without them. It was trained on the texts counted above: measure it on your own before you trust it.
 """
+
+
+def _recoveries(metrics: Mapping[str, float]) -> str:
+    """Lay ``[WHO/]recovery_at_BUDGET`` out as a table, whoever recovers most first."""
+    found = [(match, value) for key, value in metrics.items() if (match := RECOVERY.fullmatch(key))]
+    budgets = sorted({match["budget"] for match, _ in found}, key=float, reverse=True)
+    table: dict[str, dict[str, float]] = {}
+    for match, value in found:
+        table.setdefault(match["who"] or "**this predictor**", {})[match["budget"]] = value
+    lines = [["kept share", *budgets], ["---"] * (len(budgets) + 1)]
+    for who, row in sorted(table.items(), key=lambda item: -item[1].get(budgets[0], 0.0)):
+        lines.append([who, *(f"{row[b]:.4f}" if b in row else "" for b in budgets)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _rows(table: Mapping[str, Any]) -> str:

@@ -137,8 +137,9 @@ class TokenMLP(ScoreNet):
 class BlockCNN(ScoreNet):
     """Convolutions over attention history as a two-dimensional time series, one forecast per block of tokens.
 
-    The published stack (3x3, 3x3, mean over time, 1x1) on logarithms, as a residual on the log of the moving
-    average of each block's mass. A block's forecast is spread over its tokens by their share of that average.
+    The published stack (3x3, 3x3, mean over time, 1x1), as a residual on the log of the moving average of each
+    block's mass. It sees three planes: the log of the mass, the same against the moving average, and the time, which
+    the mean would otherwise forget. A block's forecast is spread over its tokens by their share of the average.
 
     Args:
         window: history steps W.
@@ -163,7 +164,7 @@ class BlockCNN(ScoreNet):
     ) -> None:
         super().__init__()
         self.window, self.channels, self.block, self.ema_decay = window, tuple(channels), block, ema_decay
-        self.first = nn.Conv2d(1, channels[0], 3, padding=1)
+        self.first = nn.Conv2d(3, channels[0], 3, padding=1)
         self.second = nn.Conv2d(channels[0], channels[1], 3, padding=1)
         self.head = nn.Conv1d(channels[1], 1, 1)
         nn.init.zeros_(self.head.weight)
@@ -196,10 +197,13 @@ class BlockCNN(ScoreNet):
         """
         real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
         real = real[:, None, None]  # [R, 1, 1, N]
-        image = ((history.clamp(min=FAINT).log() - self.shift) / self.scale)[:, None] * real
+        base = scores.ema(history, self.ema_decay).clamp(min=FLOOR).log()  # [R, N]
+        log = history.clamp(min=FAINT).log()
+        time = torch.linspace(-1, 1, history.shape[1], device=log.device)[:, None].expand_as(log)
+        against = log - base.clamp(min=math.log(FAINT))[:, None]
+        image = torch.stack(((log - self.shift) / self.scale, against, time), dim=1) * real  # [R, 3, W, N]
         image = torch.relu(self.first(image)) * real
         pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
-        base = scores.ema(history, self.ema_decay).clamp(min=FLOOR).log()
         return base + self.head(pooled).squeeze(1)
 
     def score(self, features: PrefillFeatures) -> Tensor:

@@ -17,7 +17,11 @@ SHAPES = [(4, 2, 37), (9, 3, 130), (2, 2, 1), (8, 1, 65)]  # query heads, kv hea
 
 def _qkv(query_heads: int, heads: int, slots: int, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(slots)
-    return torch.randn(query_heads, slots, dim), torch.randn(heads, slots, dim), torch.randn(heads, slots, dim)
+    return (
+        torch.randn(query_heads, slots, dim),
+        torch.randn(heads, slots, dim),
+        torch.randn(heads, slots, dim),
+    )
 
 
 def _probabilities(query: Tensor, key: Tensor, scaling: float) -> Tensor:

@@ -1,0 +1,154 @@
+"""Checkpoint -> bundle -> registry: `python -m pipelines.register --checkpoint artefacts/fit/mlp --name NAME`."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from data.trace import Traces
+from pipelines.cli import run
+from predictor.bundle import Predictor, load_bundle, save_bundle
+from predictor.errors import FadeError
+from predictor.registry import register_bundle
+
+BEST = "best"  # the bundle of the best epoch, inside a folder that `lightning fit` wrote
+NOT_PROMOTED = 3  # exit status: registered, but not good enough for the alias
+
+
+def register(
+    checkpoint: str = "artefacts/fit/mlp",
+    name: str = "smollm2-135m-mlp",
+    traces: str = "artefacts/traces/demo",
+    bundle: str | None = None,
+    alias: str = "champion",
+    tracking_uri: str | None = None,
+) -> int:
+    """Register a trained predictor, and promote it if it is at least as good as the best built-in heuristic.
+
+    Measures recovery on the validation documents of the traces it was trained on, writes a bundle with those
+    numbers, and registers it as the next version. The alias is set when recovery at budget 0.25 is at least that
+    of the best heuristic; otherwise one line says why not and the exit status is 3.
+
+    Args:
+        checkpoint: folder that ``lightning fit`` wrote (its option ``output``), or a bundle.
+        name: of the registered model.
+        traces: folder of the traces that the predictor was trained on.
+        bundle: folder to write the bundle to; artefacts/bundles/NAME by default.
+        alias: set on the new version if it is good enough.
+        tracking_uri: MLflow tracking URI; MLFLOW_TRACKING_URI by default, else sqlite under artefacts.
+
+    Returns:
+        The exit status: 0 promoted, 3 registered without the alias.
+    """
+    predictor, collection = _load(checkpoint), Traces(traces)
+    facts = trace_facts(collection)
+    if predictor.manifest.get("traces_sha256") != facts["traces_sha256"]:
+        raise FadeError(
+            f"checkpoint {checkpoint} was trained on other traces than {traces}, and may have seen their "
+            "validation documents; name its own with --traces, or train again"
+        )
+    from predictor.scoreboard import GATE, best_heuristic
+
+    board = evaluate(predictor, traces)
+    table = board.table()
+    print(format_table(table))
+    best, mark = best_heuristic(table)
+    reached = table["net"][GATE]
+    promoted = reached >= mark
+
+    folder = save_bundle(
+        Path(bundle or f"artefacts/bundles/{name}"),
+        predictor.net,
+        spec=predictor.spec,
+        provenance=predictor.provenance,
+        metrics=board.values(),
+        manifest=predictor.manifest,
+    )
+    tags = {
+        "kind": predictor.net.kind,
+        f"recovery_at_{GATE}": f"{reached:.5f}",
+        "best_heuristic": best,
+        f"best_heuristic_recovery_at_{GATE}": f"{mark:.5f}",
+        "traces_sha256": facts["traces_sha256"],
+    }
+    version = register_bundle(
+        folder, name, alias=alias if promoted else None, tags=tags, tracking_uri=tracking_uri
+    )
+    print(f"bundle {folder}, version {version} of {name}")
+    comparison = f"recovery {reached:.4f} at budget {GATE} against {mark:.4f} of {best}, the best heuristic"
+    if not promoted:
+        print(
+            f"not promoted: {comparison}; alias {alias} stays where it was. Train longer or on more documents, "
+            f"or use models:/{name}/{version} as it is.",
+            file=sys.stderr,
+        )
+        return NOT_PROMOTED
+    print(f"promoted: {comparison}")
+    print(f"use it as: models:/{name}@{alias}")
+    return 0
+
+
+def _load(checkpoint: str) -> Predictor:
+    folder = Path(checkpoint)
+    if folder.suffix == ".ckpt":
+        raise FadeError(f"checkpoint {checkpoint} is Lightning's own file; give its folder, {folder.parent}")
+    if not folder.is_dir():
+        raise FadeError(
+            f"there is no checkpoint folder {checkpoint}; make one with: lightning fit --config ..."
+        )
+    return load_bundle(folder / BEST if (folder / BEST).is_dir() else folder)
+
+
+def evaluate(predictor: Predictor, traces: str) -> Any:
+    """Hold a predictor against oracle and heuristics on the validation documents; returns the Scoreboard."""
+    from tqdm import tqdm
+
+    from data.datamodule import TraceDataModule
+    from predictor.scoreboard import Scoreboard
+
+    module = TraceDataModule(traces)
+    module.setup("validate")
+    board = Scoreboard()
+    for batch in tqdm(module.val_dataloader(), desc="Validation documents", unit="batch"):
+        board.update(predictor.net, batch)
+    return board
+
+
+def format_table(table: dict[str, dict[float, float]]) -> str:
+    """Lay out mean recovery, best first, for a terminal.
+
+    Example:
+        >>> print(format_table({"net": {0.5: 0.91, 0.25: 0.8}, "oracle": {0.5: 0.95, 0.25: 0.9}}))
+        recovery at budget     0.5    0.25
+        oracle               0.9500  0.9000
+        net                  0.9100  0.8000
+    """
+    budgets = list(table["net"])
+    lines = ["recovery at budget " + "".join(f"{budget:>7}" + " " for budget in budgets).rstrip()]
+    for name in sorted(table, key=lambda row: -table[row][budgets[-1]]):
+        lines.append(f"{name:<19}" + "".join(f"{table[name][budget]:>8.4f}" for budget in budgets))
+    return "\n".join(lines)
+
+
+def trace_facts(traces: Traces) -> dict[str, Any]:
+    """What a bundle remembers of its traces: how much of which text, and a hash that names exactly these."""
+    manifest = traces.manifest
+    documents, shards = manifest["documents"], manifest["shards"]
+    splits = Counter(document["split"] for document in documents)
+    sources = Counter(document["source"] for document in documents)
+    return {
+        "train_documents": splits["train"],
+        "validation_documents": splits["validation"],
+        "prompt_tokens": sum(document["prompt"] for document in documents),
+        "rows": sum(shard["rows"] for shard in shards),
+        "sources": ", ".join(f"{source} {count}" for source, count in sorted(sources.items())),
+        "text_sha256": manifest["corpus"]["sha256"],
+        "traces_sha256": hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run(register))

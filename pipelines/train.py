@@ -1,0 +1,168 @@
+"""Fit a predictor to traces: `lightning fit --config configs/fit_mlp_demo.yaml`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import MLFlowLogger
+
+from data.datamodule import TraceDataModule
+from data.trace import Traces
+from pipelines.cli import guarded
+from pipelines.register import BEST, trace_facts
+from predictor.bundle import save_bundle
+from predictor.files import write_aside
+from predictor.module import MONITOR, PredictorModule
+from predictor.registry import quiet_mlflow, resolve_store
+
+CONFIG, LAYERS = "config.yaml", "layers.csv"
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+
+class KeepBest(SaveConfigCallback):
+    """Keeps what belongs to the best epoch: a bundle, the resolved config, recovery by layer.
+
+    The config goes to the tracking run at the start; the files are written beside each checkpoint that is saved.
+    """
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Log the resolved config as an artefact of the run."""
+        self._log_text(trainer, CONFIG, self._resolved())
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write the bundle, the config and the table beside the checkpoint."""
+        if not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, PredictorModule)
+        folder, traces = Path(self.config["output"]), Traces(self.config["data"]["traces"])
+        metrics = {
+            name.removeprefix("val/"): float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val/")
+        }
+        save_bundle(
+            folder / BEST,
+            pl_module.net,
+            spec=traces.spec,
+            provenance=traces.provenance,
+            metrics=metrics,
+            manifest={**trace_facts(traces), "epoch": trainer.current_epoch},
+        )
+        for name, text in ((CONFIG, self._resolved()), (LAYERS, _csv(pl_module.layer_table))):
+            with write_aside(folder / name) as aside:
+                aside.write_text(text, encoding="utf-8")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the table of the best epoch, and say where things are."""
+        table = Path(self.config["output"]) / LAYERS
+        if trainer.is_global_zero and table.is_file():
+            self._log_text(trainer, LAYERS, table.read_text(encoding="utf-8"))
+
+    def _resolved(self) -> str:
+        return self.parser.dump(self.config, skip_none=False)
+
+    @staticmethod
+    def _log_text(trainer: Trainer, name: str, text: str) -> None:
+        if isinstance(trainer.logger, MLFlowLogger):
+            trainer.logger.experiment.log_text(trainer.logger.run_id, text, name)
+
+
+class FitCLI(LightningCLI):
+    """LightningCLI with our modules filled in, a tracking logger, and the best epoch kept under ``output``."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options that are not the trainer's, the model's or the data's."""
+        parser.add_argument(
+            "--output", type=str, default="artefacts/fit/predictor", help="folder for the best epoch"
+        )
+        parser.add_argument("--experiment", type=str, default="fade-fit", help="MLflow experiment of the run")
+        parser.add_argument(
+            "--tracking_uri",
+            type=str | None,
+            default=None,
+            help="MLflow tracking URI; null for MLFLOW_TRACKING_URI, else sqlite under artefacts/",
+        )
+        parser.add_argument(
+            "--patience", type=int, default=5, help="validations without a gain before training stops"
+        )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Add the logger, unless the config has one or says false, and when fitting the callbacks."""
+        options = self._get(self.config_init, "trainer")
+        output = Path(self._get(self.config_init, "output"))
+        if options["logger"] in (None, True):
+            uri, location = resolve_store(self._get(self.config_init, "tracking_uri"))
+            experiment = self._get(self.config_init, "experiment")
+            kwargs["logger"] = MLFlowLogger(
+                experiment, run_name=output.name, tracking_uri=uri, artifact_location=location
+            )
+        if self.subcommand == "fit" and not options["fast_dev_run"]:
+            given = options["callbacks"] or []
+            kwargs["callbacks"] = [
+                *(given if isinstance(given, list) else [given]),
+                EarlyStopping(MONITOR, mode="max", patience=self._get(self.config_init, "patience")),
+                ModelCheckpoint(output, BEST, MONITOR, mode="max", enable_version_counter=False),
+            ]
+        return super().instantiate_trainer(**kwargs)
+
+    def after_fit(self) -> None:
+        """Say what was reached and where it lies."""
+        best = self.trainer.checkpoint_callback
+        if (
+            isinstance(best, ModelCheckpoint)
+            and best.best_model_score is not None
+            and self.trainer.is_global_zero
+        ):
+            folder = Path(self._get(self.config_init, "output"))
+            print(f"{MONITOR} {best.best_model_score:.4f} at the best epoch, kept in {folder}")
+            print(f"next: python -m pipelines.register --checkpoint {folder} --name NAME")
+
+
+def _csv(rows: Sequence[dict[str, float]]) -> str:
+    out = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return out.getvalue()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run LightningCLI; a mistake becomes one line and exit status 2."""
+    quiet_mlflow()
+    warnings.filterwarnings("ignore", ".*args parameter is intended to run from within Python.*")
+    strict = {"exit_on_error": False}
+
+    def body(args: list[str]) -> None:
+        FitCLI(
+            PredictorModule,
+            TraceDataModule,
+            save_config_callback=KeepBest,
+            save_config_kwargs={"save_to_log_dir": False},
+            trainer_defaults={
+                "deterministic": "warn",
+                "num_sanity_val_steps": 0,
+                "enable_model_summary": False,
+            },
+            seed_everything_default=1,
+            parser_kwargs={**strict, **dict.fromkeys(SUBCOMMANDS, strict)},
+            auto_configure_optimizers=False,
+            args=args,
+        )
+
+    return guarded(body, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
