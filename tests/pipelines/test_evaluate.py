@@ -13,6 +13,7 @@ from PIL import Image
 
 from data.lm import load_tokenizer
 from data.trace import Traces
+from fade_runtime.config import POLICIES
 from pipelines import evaluate
 from predictor.bundle import load_bundle
 from predictor.errors import FadeError
@@ -139,3 +140,7 @@ def test_text_that_has_changed_is_noticed(tiny_traces: Path, tiny_model_dir: Pat
     traces.manifest["documents"][-1]["id"] = "prose/0123"
     with pytest.raises(FadeError, match="has changed since"):
         evaluate.choose_texts(traces, [], 1, 100, load_tokenizer(tiny_model_dir))
+
+
+def test_every_policy_of_the_runtime_is_on_the_menu() -> None:
+    assert evaluate.METHODS == ("full", "safe", *POLICIES)
