@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -12,6 +12,9 @@ from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
 from fade_runtime.policy import POLICIES, Learned, Policy
 from predictor.rope import find_rotary
+
+if TYPE_CHECKING:
+    from predictor.bundle import Predictor
 
 
 class TieredCache(Cache):
@@ -59,7 +62,7 @@ class TieredCache(Cache):
         others = [t for layer in self.layers if not isinstance(layer, TieredLayer) for t in _tensors(layer)]
         tiers["other layers"] = _bytes(*others)
         if isinstance(self.policy, Learned):
-            tiers["predictor"] = _bytes(*self.policy.predictor.parameters(), *self.policy.predictor.buffers())
+            tiers["predictor"] = _bytes(*_reachable(self.policy.predictor))
         resident = sum(tiers.values())
         full_bytes += tiers["other layers"]
         return {
@@ -70,6 +73,11 @@ class TieredCache(Cache):
             "tokens": tokens,
             "seen": self.get_seq_length(),
         }
+
+
+def _reachable(predictor: Predictor) -> list[Tensor]:
+    budgets = [] if predictor.budgets is None else [predictor.budgets.lost]
+    return [*predictor.parameters(), *predictor.buffers(), *budgets]
 
 
 def _tensors(layer: Any) -> list[Tensor]:
@@ -112,6 +120,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     text = hf.text_config(model)
     rotary = find_rotary(model)
     layers = [
-        TieredLayer(config, policy, text, rotary) if hf.can_tier(layer) else layer for layer in hf.stock_layers(text)
+        TieredLayer(config, policy, text, rotary, index) if hf.can_tier(layer) else layer
+        for index, layer in enumerate(hf.stock_layers(text))
     ]
     return TieredCache(layers, config, policy)

@@ -24,6 +24,8 @@ class FadeConfig:
         eviction_policy: "position", "h2o", "ema" or "learned": whose score decides what is evicted.
         predictor: for "learned": `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a hub id, or a
             loaded predictor.
+        head_budgets: for "learned": give each kv head the budget that the predictor learned for it (their mean is
+            ``int4_budget``); with False, or a predictor without budgets, all heads get the same.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
         ema_decay: decay per step of the "ema" policy's moving average.
         strict: refuse a predictor that was trained for another model; with False, warn.
@@ -45,6 +47,7 @@ class FadeConfig:
     int4_budget: int | float | None = None
     eviction_policy: str = "h2o"
     predictor: str | Path | Predictor | None = None
+    head_budgets: bool = True
     reassign_every: int = 64
     ema_decay: float = 0.95
     strict: bool = True

@@ -28,15 +28,18 @@ class TieredLayer(CacheLayerMixin):
         packed: the body.
         seen: logical tokens, padding included.
         prompt: logical tokens of the first prompt.
+        index: of the layer in the model.
         pad: [B] slots of left padding in each row.
     """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, config: FadeConfig, policy: Policy, model_config: Any, rotary: nn.Module | None) -> None:
+    def __init__(
+        self, config: FadeConfig, policy: Policy, model_config: Any, rotary: nn.Module | None, index: int = 0
+    ) -> None:
         super().__init__()
-        self.config, self.policy = config, policy
+        self.config, self.policy, self.index = config, policy, index
         self._model_config = model_config
         self._rotary = weakref.ref(rotary) if rotary is not None else lambda: None
         self.reset()
@@ -252,7 +255,7 @@ class TieredLayer(CacheLayerMixin):
         slots = torch.cat((packed.slots(), slot))
         states = slots.float() if state is None or packed.state is None else torch.cat((packed.state, state))
         lengths = (self.seen - self._pad).tolist()  # padding earns no budget
-        budgets = torch.tensor([self.config.budget(n) for n in lengths for _ in range(heads)], device=self.device)
+        budgets = torch.tensor([budget for n in lengths for budget in self._budgets(n, heads)], device=self.device)
         order = rows.argsort(stable=True)
         scores = self.policy.score(states[order], slots[order], self.seen, self.prompt)
         plan = plan_tiers(scores, rows[order], budgets)
@@ -260,6 +263,13 @@ class TieredLayer(CacheLayerMixin):
         kept[order] = plan.kept()
         self.evicted += int((~kept).sum())
         return kept[: len(packed)], kept[len(packed) :]
+
+    def _budgets(self, length: int, heads: int) -> list[int]:
+        """Body tokens that each kv head may keep of a sequence of ``length``."""
+        budget = self.config.budget(length)
+        assert budget is not None
+        shares = self.policy.head_shares(self.index, budget / max(length, 1))
+        return [budget] * heads if shares is None else [round(share * length) for share in shares]
 
     def _staying(self, from_recent: int) -> Tensor:
         """Columns [B, n_sink + window] of the full-precision tokens that stay; -1 where a short row has none."""

@@ -58,6 +58,10 @@ class Policy:
         age = torch.arange(steps - 1, -1, -1, device=device, dtype=torch.float32)
         return self.gain * self.decay**age
 
+    def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
+        """Share of the context that each kv head of a layer keeps when the mean is ``share``; None: all the same."""
+        return None
+
     def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
         """Importance of tokens, higher = keep.
 
@@ -113,9 +117,14 @@ class Learned(Ema):
 
     name = "learned"
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, head_budgets: bool = True) -> None:
         super().__init__(decay=1 - 1 / predictor.spec.horizon)
         self.predictor = predictor
+        self.budgets = predictor.budgets if head_budgets else None
+
+    def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
+        """From the bundle's table of losses, if it has one."""
+        return None if self.budgets is None else self.budgets.allocate(round(min(share, 1.0), 3))[layer]
 
     @torch.no_grad()
     def start(self, prompt: Prompt) -> Tensor:
@@ -132,7 +141,7 @@ def _learned(options: PolicyOptions) -> Policy:
     from predictor.registry import load_predictor
 
     assert options.predictor is not None
-    return Learned(load_predictor(options.predictor))
+    return Learned(load_predictor(options.predictor), options.head_budgets)
 
 
 class PolicyOptions(Protocol):
@@ -141,6 +150,10 @@ class PolicyOptions(Protocol):
     @property
     def ema_decay(self) -> float:
         """Decay per step of a moving average."""
+
+    @property
+    def head_budgets(self) -> bool:
+        """Whether to use the predictor's budget for each kv head."""
 
     @property
     def predictor(self) -> str | Path | Predictor | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.trace import Traces
 from pipelines.cli import run
+from predictor.budgets import HeadBudgets, learn_budgets
 from predictor.bundle import Predictor, load_bundle, save_bundle
 from predictor.errors import FadeError
 from predictor.registry import register_bundle
@@ -28,9 +30,10 @@ def register(
 ) -> int:
     """Register a trained predictor, and promote it if it is at least as good as the best built-in heuristic.
 
-    Measures recovery on the validation documents of the traces it was trained on, writes a bundle with those
-    numbers, and registers it as the next version. The alias is set when recovery at budget 0.25 is at least that
-    of the best heuristic; otherwise one line says why not and the exit status is 3.
+    Measures recovery on the validation documents of the traces it was trained on, learns from the training documents
+    how much each kv head must keep, writes a bundle with both, and registers it as the next version. The alias is set
+    when recovery at budget 0.25 is at least that of the best heuristic; otherwise one line says why not and the exit
+    status is 3.
 
     Args:
         checkpoint: folder that ``lightning fit`` wrote (its option ``output``), or a bundle.
@@ -66,6 +69,7 @@ def register(
         provenance=predictor.provenance,
         metrics=board.values(),
         manifest=predictor.manifest,
+        budgets=head_budgets(predictor, traces),
     )
     tags = {
         "kind": predictor.net.kind,
@@ -115,6 +119,19 @@ def evaluate(predictor: Predictor, traces: str) -> Any:
     for batch in tqdm(module.val_dataloader(), desc="Validation documents", unit="batch"):
         board.update(predictor.net, batch)
     return board
+
+
+def head_budgets(predictor: Predictor, traces: str) -> HeadBudgets:
+    """Learn how much each kv head must keep under this predictor's scores, from the training documents."""
+    from tqdm import tqdm
+
+    from data.datamodule import TraceDataModule
+    from predictor.scoreboard import token_scores
+
+    module = TraceDataModule(traces)
+    module.setup("fit")
+    batches = tqdm(module.train_dataloader(), desc="Head budgets", unit="batch")
+    return learn_budgets(partial(token_scores, predictor.net), batches)
 
 
 def format_table(table: dict[str, dict[float, float]]) -> str:

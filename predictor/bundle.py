@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from predictor.budgets import HeadBudgets
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
 from predictor.files import sha256_file, write_aside
@@ -36,6 +37,7 @@ class Predictor(nn.Module):
         provenance: the language model it was trained on.
         metrics: validation numbers, name -> value.
         manifest: facts about the traces it was trained on.
+        budgets: how much each kv head must keep, or None.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Predictor(nn.Module):
         metrics: Mapping[str, float] | None = None,
         manifest: Mapping[str, Any] | None = None,
         name: str = "predictor",
+        budgets: HeadBudgets | None = None,
     ) -> None:
         super().__init__()
+        self.budgets = budgets
         self.net, self.spec, self.name = net, spec, name
         self.provenance, self.manifest = dict(provenance), dict(manifest or {})
         self.metrics = dict(metrics or {})
@@ -83,6 +87,7 @@ def save_bundle(
     provenance: Mapping[str, Any],
     metrics: Mapping[str, float],
     manifest: Mapping[str, Any],
+    budgets: HeadBudgets | None = None,
 ) -> Path:
     """Write a bundle, whole or not at all; an existing one at ``path`` is replaced.
 
@@ -93,6 +98,7 @@ def save_bundle(
         provenance: of the language model (:func:`predictor.provenance.model_provenance`).
         metrics: validation numbers, name -> value.
         manifest: JSON-able facts about the traces: documents, counts, hash.
+        budgets: how much each kv head must keep, if that was learned.
 
     Returns:
         The path.
@@ -112,6 +118,7 @@ def save_bundle(
             "provenance": dict(provenance),
             "metrics": dict(metrics),
             "manifest": dict(manifest),
+            "budgets": None if budgets is None else budgets.to_dict(),
             "weights_sha256": sha256_file(aside / WEIGHTS),
         }
         (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -150,7 +157,8 @@ def load_bundle(path: str | Path, name: str | None = None) -> Predictor:
         raise _damaged(name, "its weights are not all finite numbers")
     spec = FeatureSpec.from_dict(facts["spec"])
     net.check_spec(spec)
-    predictor = Predictor(net, spec, facts["provenance"], facts["metrics"], facts["manifest"], name)
+    budgets = HeadBudgets.from_dict(facts["budgets"]) if facts.get("budgets") else None
+    predictor = Predictor(net, spec, facts["provenance"], facts["metrics"], facts["manifest"], name, budgets)
     return predictor.eval().requires_grad_(False)
 
 
@@ -223,6 +231,10 @@ Recovery is the share of the attention of the following steps that falls on the 
 the prompt is kept. The oracle knows the future; the rest are built-in heuristics.
 
 {_recoveries(metrics)}
+## Budgets of heads
+
+{_spread(facts["budgets"])}
+
 ## Use
 
 ```python
@@ -253,6 +265,18 @@ def _recoveries(metrics: Mapping[str, float]) -> str:
     for who, row in sorted(table.items(), key=lambda item: -item[1].get(budgets[0], 0.0)):
         lines.append([who, *(f"{row[b]:.4f}" if b in row else "" for b in budgets)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _spread(stored: dict[str, Any] | None) -> str:
+    """How unequal the heads are, in a sentence."""
+    if stored is None:
+        return "None: all kv heads get the same."
+    shares = sorted(share for layer in HeadBudgets.from_dict(stored).allocate(0.25) for share in layer)
+    few, many = sum(share > 0.5 for share in shares), sum(share < 0.25 for share in shares)
+    return (
+        f"When a quarter of the context may stay, {few} of {len(shares)} kv heads get more than half of it, "
+        f"{many} less than a quarter; the median is {shares[len(shares) // 2]:.0%}."
+    )
 
 
 def _rows(table: Mapping[str, Any]) -> str:

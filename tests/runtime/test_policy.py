@@ -11,11 +11,14 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
+from predictor.budgets import HeadBudgets
 from predictor.bundle import save_bundle
 from predictor.features import FeatureSpec, prefill_features
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
 from predictor.rope import find_rotary, rotary_table
+
+from .test_memory import reachable_bytes
 
 PROMPT, STEPS = 90, 13
 
@@ -30,10 +33,10 @@ def _feed(model: Any, ids: Tensor, cache: Any, prompt: int = PROMPT) -> None:
         model(ids[:, step : step + 1], **forward_kwargs(cache, model))
 
 
-def _bundle(path: Path, model: Any, net: Any = None) -> Path:
+def _bundle(path: Path, model: Any, net: Any = None, budgets: HeadBudgets | None = None) -> Path:
     return save_bundle(
         path / "bundle", net or TokenMLP(), spec=FeatureSpec(window=16, block=4, horizon=32), metrics={}, manifest={},
-        provenance=model_provenance(model),
+        provenance=model_provenance(model), budgets=budgets,
     )  # fmt: skip
 
 
@@ -149,6 +152,35 @@ def test_learned_row_of_a_padded_batch_equals_its_unbatched_run(model: Any, net:
         model.generate(prompt, max_new_tokens=1, past_key_values=alone)
         for head in range(2):
             assert torch.equal(_kept(batched)[2 * row + head] - pad, _kept(alone)[head])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_heads_keep_what_their_budgets_say_and_memory_follows(model: Any, tmp_path: Path, padded: bool) -> None:
+    """Layer 0: the first head needs all, the second nothing; layer 1: both the same."""
+    all_of_it, nothing, middling = [1.0, 0.9, 0.0], [0.0, 0.0, 0.0], [0.2, 0.1, 0.0]
+    budgets = HeadBudgets(torch.tensor([[all_of_it, nothing], [middling, middling]]), shares=(0.0, 0.5, 1.0))
+    bundle = _bundle(tmp_path, model, budgets=budgets)
+    config = FadeConfig(n_sink=2, recent_window=8, int4_budget=0.25, eviction_policy="learned", predictor=bundle)
+    cache = create_tiered_cache(model, config)
+    uniform = create_tiered_cache(model, config.with_options(head_budgets=False))
+    ids = _ids(1, 100)
+    mask = torch.ones_like(ids)
+    if padded:
+        ids, mask = (torch.cat((torch.full_like(t[:, :30], v), t), 1) for t, v in ((ids, 257), (mask, 0)))
+    for each in (cache, uniform):
+        model(ids, attention_mask=mask, **forward_kwargs(each, model))
+        for step in range(40):
+            mask_now = torch.nn.functional.pad(mask, (0, step + 1), value=1)
+            model(ids[:, -1:], attention_mask=mask_now, **forward_kwargs(each, model))
+    layer = cache.tiered[0].packed
+    assert layer is not None
+    counts = torch.bincount(layer.token_row(), minlength=2).tolist()
+    assert counts[1] == 0
+    assert counts[0] == 100 - 2 - 8  # all of the body
+    assert [len(slots) for slots in _kept(uniform)] == [25, 25]
+    report = cache.memory_report()
+    assert report["tokens"]["INT4"] <= 4 * 26
+    assert report["resident_bytes"] == reachable_bytes(cache)
 
 
 def test_predictor_of_another_model_is_refused(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
