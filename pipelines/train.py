@@ -116,6 +116,10 @@ class FitCLI(LightningCLI):
             ]
         return super().instantiate_trainer(**kwargs)
 
+    def before_fit(self) -> None:
+        """Refuse traces that the network was not built for before anything is written."""
+        self.model.net.check_spec(Traces(self._get(self.config_init, "data").folder).spec)
+
     def after_fit(self) -> None:
         """Say what was reached and where it lies."""
         best = self.trainer.checkpoint_callback

@@ -1,0 +1,314 @@
+"""The two commands on tiny traces: `lightning fit`, then `pipelines.register`, and what each refuses."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data.trace import MANIFEST, SCHEMA_VERSION, Traces, write_manifest, write_shard
+from pipelines.cli import run
+from pipelines.register import NOT_PROMOTED, format_table, register, trace_facts
+from pipelines.train import main
+from predictor.bundle import load_bundle, save_bundle
+from predictor.features import FEATURES, FeatureSpec
+from predictor.files import sha256_file
+from predictor.nets import BlockCNN
+from predictor.registry import _client, load_predictor
+
+from .conftest import sequence
+
+SPEC = FeatureSpec(window=8)
+LENGTHS = {"train": [400, 411, 440], "validation": [401, 450]}
+
+
+def rows_of(document, length, split):
+    """Trace rows of one document: one layer, two kv heads, what is kept told by the value norm alone."""
+    for head, row in enumerate(sequence(length, 12, SPEC, seed=document)):
+        share = (4 * row["tokens"][:, FEATURES.index("value_norm")]).softmax(0)
+        row["target_sum"] = row["target_max"] = share
+        arrays = {name: value.numpy() for name, value in row.items()}
+        arrays |= {name: row[name].clamp(min=1e-9).log().numpy() for name in ("target_sum", "target_max")}
+        arrays["future_max"] = arrays["future_mean"]
+        scalars = dict(
+            doc=f"doc-{document}", split=split, source="made", layer=0, head=head, length=length, steps=12
+        )
+        yield scalars | arrays
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    documents, shards = [], []
+    for split, lengths in LENGTHS.items():
+        name, rows = f"shard-{len(shards):05d}.parquet", []
+        for length in lengths:
+            rows += rows_of(len(documents), length, split)
+            documents.append(
+                {
+                    "id": f"doc-{len(documents)}",
+                    "source": "made",
+                    "split": split,
+                    "prompt": length,
+                    "shard": name,
+                }
+            )
+        write_shard(folder / name, rows)
+        facts = {"rows": len(rows), "sha256": sha256_file(folder / name)}
+        shards.append({"name": name, "split": split, "documents": [], **facts})
+    write_manifest(
+        folder,
+        {
+            "schema_version": SCHEMA_VERSION,
+            "complete": True,
+            "spec": SPEC.to_dict(),
+            "provenance": {"model_type": "llama", "layers": 1, "kv_heads": 2},
+            "corpus": {"sha256": "text"},
+            "documents": documents,
+            "shards": shards,
+        },
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+def fit(traces, store, output, *more):
+    return main(
+        [
+            "fit",
+            *("--model.net", "predictor.nets.TokenMLP", "--model.net.hidden", "16", "--model.lr", "0.02"),
+            *("--data.traces", str(traces), "--output", str(output), "--tracking_uri", store),
+            *(
+                "--trainer.max_epochs",
+                "12",
+                "--trainer.enable_progress_bar",
+                "false",
+                "--trainer.accelerator",
+                "cpu",
+            ),
+            *more,
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(traces, store, tmp_path_factory):
+    output = tmp_path_factory.mktemp("fit") / "mlp"
+    assert fit(traces, store, output) == 0
+    return output
+
+
+def runs(client, name):
+    return client.search_runs([client.get_experiment_by_name(name).experiment_id])
+
+
+def test_fit_leaves_the_best_epoch(fitted, traces):
+    assert {p.name for p in fitted.iterdir()} == {"best", "best.ckpt", "config.yaml", "layers.csv"}
+    predictor = load_bundle(fitted / "best")
+    assert predictor.spec == SPEC
+    assert predictor.provenance == Traces(traces).provenance
+    assert predictor.manifest["train_documents"] == 3
+    assert predictor.metrics["recovery_at_0.5"] > predictor.metrics["heuristic/ema_ea/recovery_at_0.5"]
+    table = list(csv.DictReader((fitted / "layers.csv").open()))
+    assert float(table[0]["oracle"]) >= float(table[0]["net"])
+
+
+def test_fit_is_tracked(fitted, store):
+    client = _client(store)
+    run = runs(client, "fade-fit")[0]
+    assert run.info.status == "FINISHED"
+    assert {"val/recovery_at_0.25", "val/gap_closed_at_0.5", "val/heuristic/h2o/recovery_at_0.125"} <= set(
+        run.data.metrics
+    )
+    assert {item.path for item in client.list_artifacts(run.info.run_id)} >= {"config.yaml", "layers.csv"}
+    local = client.download_artifacts(run.info.run_id, "config.yaml")
+    assert yaml.safe_load(Path(local).read_text()) == yaml.safe_load((fitted / "config.yaml").read_text())
+
+
+def test_the_resolved_config_gives_the_same_predictor_again(fitted, store, tmp_path):
+    again = ["fit", "--config", str(fitted / "config.yaml"), "--output", str(tmp_path / "again")]
+    assert main(again) == 0
+    first, second = (load_bundle(folder / "best").net.state_dict() for folder in (fitted, tmp_path / "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_training_resumes_from_the_checkpoint(fitted, traces, store, tmp_path, capsys):
+    more = ("--ckpt_path", str(fitted / "best.ckpt"), "--trainer.max_epochs", "14")
+    assert fit(traces, store, tmp_path / "on", *more) == 0
+    assert (
+        load_bundle(tmp_path / "on" / "best").manifest["epoch"]
+        > load_bundle(fitted / "best").manifest["epoch"]
+    )
+
+
+def test_a_checkpoint_with_code_in_it_is_not_run(traces, store, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (Path(tmp_path / "ran").touch, ())
+
+    torch.save({"state_dict": Payload()}, tmp_path / "bad.ckpt")
+    assert fit(traces, store, tmp_path / "out", "--ckpt_path", str(tmp_path / "bad.ckpt")) != 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_cnn_fits_too(traces, store, tmp_path):
+    net = (
+        "--model.net",
+        "predictor.nets.BlockCNN",
+        "--model.net.window",
+        "8",
+        "--model.net.channels",
+        "[4, 4]",
+    )
+    arguments = [
+        "fit",
+        *net,
+        "--model.loss",
+        "mse",
+        "--data.traces",
+        str(traces),
+        "--output",
+        str(tmp_path / "cnn"),
+    ]
+    trainer = [
+        "--trainer.max_epochs",
+        "1",
+        "--trainer.enable_progress_bar",
+        "false",
+        "--trainer.logger",
+        "false",
+    ]
+    assert main([*arguments, *trainer]) == 0
+    assert isinstance(load_bundle(tmp_path / "cnn" / "best").net, BlockCNN)
+
+
+def one_line(capsys):
+    """What was said on standard error, without the progress bar."""
+    told = [line for line in capsys.readouterr().err.splitlines() if line and "batch/s]" not in line]
+    assert len(told) == 1, told
+    return told[0]
+
+
+def test_bad_input_to_fit_is_one_line(traces, store, tmp_path, capsys):
+    assert fit(tmp_path / "nowhere", store, tmp_path / "out") == 2
+    assert "no traces in" in one_line(capsys)
+    assert fit(traces, store, tmp_path / "out", "--model.losss", "bce") == 2
+    assert "losss" in one_line(capsys)
+    assert fit(traces, store, tmp_path / "out", "--model.loss", "hinge") == 2
+    assert "hinge" in one_line(capsys)
+    assert fit(traces, "mlruns", tmp_path / "out") == 2
+    assert "sqlite:///" in one_line(capsys)
+    assert main(["fit", "--config", str(tmp_path / "nowhere.yaml")]) == 2
+    assert "nowhere.yaml" in one_line(capsys)
+    broken = shutil.copytree(traces, tmp_path / "broken")
+    shard = broken / "shard-00000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert fit(broken, store, tmp_path / "out") == 2
+    assert "damaged" in one_line(capsys)
+    assert not (tmp_path / "out" / "best").exists()
+
+
+def test_a_network_for_another_window_is_refused(traces, store, tmp_path, capsys):
+    assert fit(traces, store, tmp_path / "out", "--model.net", "predictor.nets.BlockCNN") == 2
+    assert "window" in one_line(capsys)
+
+
+def test_register_promotes_what_is_better(fitted, traces, store, tmp_path, capsys):
+    status = register(str(fitted), "better", str(traces), str(tmp_path / "bundle"), tracking_uri=store)
+    told = capsys.readouterr().out
+    assert status == 0, told
+    assert "models:/better@champion" in told
+    champion = load_predictor("models:/better@champion", tracking_uri=store)
+    best = load_bundle(fitted / "best")
+    assert all(
+        torch.equal(tensor, best.net.state_dict()[name]) for name, tensor in champion.net.state_dict().items()
+    )
+    assert champion.metrics["recovery_at_0.25"] == pytest.approx(best.metrics["recovery_at_0.25"], abs=1e-5)
+    tags = _client(store).get_model_version("better", "1").tags
+    assert float(tags["recovery_at_0.25"]) >= float(tags["best_heuristic_recovery_at_0.25"])
+    assert register(str(fitted), "better", str(traces), str(tmp_path / "bundle"), tracking_uri=store) == 0
+    assert _client(store).get_model_version_by_alias("better", "champion").version in (2, "2")
+
+
+def worse(fitted, folder):
+    """The same network with its scores turned round."""
+    predictor = load_bundle(fitted / "best")
+    predictor.net.head.bias.data -= 100
+    predictor.net.head.weight.data *= -100
+    return save_bundle(
+        folder / "best",
+        predictor.net,
+        spec=predictor.spec,
+        provenance=predictor.provenance,
+        metrics={},
+        manifest=predictor.manifest,
+    ).parent
+
+
+def test_register_refuses_to_promote_what_is_worse(fitted, traces, store, tmp_path, capsys):
+    register(str(fitted), "guarded", str(traces), str(tmp_path / "bundle"), tracking_uri=store)
+    bad = worse(fitted, tmp_path / "bad")
+    capsys.readouterr()
+    status = register(str(bad), "guarded", str(traces), str(tmp_path / "bundle"), tracking_uri=store)
+    assert status == NOT_PROMOTED != 0
+    assert one_line(capsys).startswith("not promoted: recovery")
+    client = _client(store)
+    assert client.get_model_version_by_alias("guarded", "champion").version in (1, "1")
+    assert len(client.search_model_versions("name = 'guarded'")) == 2
+    arguments = [
+        "--checkpoint",
+        str(bad),
+        "--name",
+        "never",
+        "--traces",
+        str(traces),
+        "--tracking_uri",
+        store,
+    ]
+    assert run(register, [*arguments, "--bundle", str(tmp_path / "bundle")]) == NOT_PROMOTED
+
+
+def test_bad_input_to_register_is_one_line(fitted, traces, store, tmp_path, capsys):
+    def told(checkpoint, folder=traces):
+        arguments = ["--checkpoint", str(checkpoint), "--traces", str(folder), "--tracking_uri", store]
+        assert run(register, [*arguments, "--name", "nothing", "--bundle", str(tmp_path / "bundle")]) == 2
+        return one_line(capsys)
+
+    assert "no checkpoint folder" in told(tmp_path / "nowhere")
+    assert "give its folder" in told(fitted / "best.ckpt")
+    assert "not a bundle" in told(tmp_path)
+    assert "no traces in" in told(fitted, tmp_path / "nowhere")
+    other = shutil.copytree(traces, tmp_path / "other")
+    manifest = other / MANIFEST
+    manifest.write_text(
+        manifest.read_text().replace(Traces(traces).manifest["shards"][0]["sha256"], "0" * 64)
+    )
+    assert "trained on other traces" in told(fitted, other)
+    broken = shutil.copytree(traces, tmp_path / "broken")
+    (broken / "shard-00001.parquet").write_bytes(b"half")
+    assert "damaged" in told(fitted, broken)
+    assert "nothing" not in [model.name for model in _client(store).search_registered_models()]
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_trace_facts_count(traces):
+    facts = trace_facts(Traces(traces))
+    assert (facts["train_documents"], facts["validation_documents"]) == (3, 2)
+    assert facts["rows"] == 2 * 5
+    assert facts["prompt_tokens"] == sum(map(sum, LENGTHS.values()))
+    assert facts["sources"] == "made 5"
+
+
+def test_table_is_sorted_by_the_tightest_budget():
+    lines = format_table(
+        {"net": {0.5: 0.9, 0.25: 0.8}, "ema": {0.5: 0.91, 0.25: 0.7}, "oracle": {0.5: 1, 0.25: 1}}
+    )
+    assert [line.split()[0] for line in lines.splitlines()[1:]] == ["oracle", "net", "ema"]
