@@ -25,7 +25,6 @@ from predictor.module import MONITOR, PredictorModule
 from predictor.registry import quiet_mlflow, resolve_store
 
 CONFIG, LAYERS = "config.yaml", "layers.csv"
-SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
 class KeepBest(SaveConfigCallback):
@@ -80,6 +79,12 @@ class KeepBest(SaveConfigCallback):
 
 class FitCLI(LightningCLI):
     """LightningCLI with our modules filled in, a tracking logger, and the best epoch kept under ``output``."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Offer what a predictor can do: fit, and validate a checkpoint."""
+        offered = LightningCLI.subcommands()
+        return {name: offered[name] for name in ("fit", "validate")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options that are not the trainer's, the model's or the data's."""
@@ -160,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "enable_model_summary": False,
             },
             seed_everything_default=1,
-            parser_kwargs={**strict, **dict.fromkeys(SUBCOMMANDS, strict)},
+            parser_kwargs={**strict, **dict.fromkeys(FitCLI.subcommands(), strict)},
             auto_configure_optimizers=False,
             args=args,
         )

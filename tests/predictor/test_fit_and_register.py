@@ -149,6 +149,14 @@ def test_training_resumes_from_the_checkpoint(fitted, traces, store, tmp_path, c
     )
 
 
+def test_a_checkpoint_can_be_validated(fitted, store, capsys):
+    options = ["--config", str(fitted / "config.yaml"), "--ckpt_path", str(fitted / "best.ckpt")]
+    assert main(["validate", *options, "--experiment", "fade-validate"]) == 0
+    run = runs(_client(store), "fade-validate")[0]
+    expected = load_bundle(fitted / "best").metrics["recovery_at_0.25"]
+    assert run.data.metrics["val/recovery_at_0.25"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_checkpoint_with_code_in_it_is_not_run(traces, store, tmp_path):
     class Payload:
         def __reduce__(self):
