@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -22,9 +25,20 @@ from pipelines.register import BEST, trace_facts
 from predictor.bundle import save_bundle
 from predictor.files import write_aside
 from predictor.module import MONITOR, PredictorModule
+from predictor.nets import ScoreNet
 from predictor.registry import quiet_mlflow, resolve_store
 
 CONFIG, LAYERS = "config.yaml", "layers.csv"
+
+
+@dataclass
+class Candidate:
+    """A network as it was after ``epoch`` epochs, with its numbers and its table by layer."""
+
+    net: ScoreNet
+    metrics: dict[str, float]
+    layers: list[dict[str, float]]
+    epoch: int
 
 
 class KeepBest(SaveConfigCallback):
@@ -41,29 +55,53 @@ class KeepBest(SaveConfigCallback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Write the bundle, the config and the table beside the checkpoint."""
-        if not trainer.is_global_zero:
-            return
         assert isinstance(pl_module, PredictorModule)
-        folder, traces = Path(self.config["output"]), Traces(self.config["data"]["traces"])
         metrics = {
             name.removeprefix("val/"): float(value)
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val/")
         }
+        self._keep(trainer, Candidate(pl_module.net, metrics, pl_module.layer_table, trainer.current_epoch + 1))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Enter the untrained network, which is the closed form, as the first candidate: no epoch below it is kept."""
+        self.untrained: Candidate | None = None
+        best, data = trainer.checkpoint_callback, trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.current_epoch or not isinstance(best, ModelCheckpoint) or best.dirpath is None:
+            return
+        assert isinstance(pl_module, PredictorModule)
+        for batch in data.val_dataloader():
+            pl_module.board.update(pl_module.net, trainer.strategy.batch_to_device(batch))
+        board = pl_module.board
+        self.untrained = Candidate(copy.deepcopy(pl_module.net), board.values(), board.by_layer(), epoch=0)
+        board.reset()
+        path = str(Path(best.dirpath) / f"{BEST}.ckpt")
+        score = torch.tensor(self.untrained.metrics[MONITOR.removeprefix("val/")])
+        best.best_k_models = {path: score}
+        best.best_model_path = best.kth_best_model_path = path
+        best.best_model_score = best.kth_value = score
+
+    def _keep(self, trainer: Trainer, candidate: Candidate) -> None:
+        if not trainer.is_global_zero:
+            return
+        self.untrained = None  # beaten
+        folder, traces = Path(self.config["output"]), Traces(self.config["data"]["traces"])
         save_bundle(
             folder / BEST,
-            pl_module.net,
+            candidate.net,
             spec=traces.spec,
             provenance=traces.provenance,
-            metrics=metrics,
-            manifest={**trace_facts(traces), "epoch": trainer.current_epoch},
+            metrics=candidate.metrics,
+            manifest={**trace_facts(traces), "epoch": candidate.epoch},
         )
-        for name, text in ((CONFIG, self._resolved()), (LAYERS, _csv(pl_module.layer_table))):
+        for name, text in ((CONFIG, self._resolved()), (LAYERS, _csv(candidate.layers))):
             with write_aside(folder / name) as aside:
                 aside.write_text(text, encoding="utf-8")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the table of the best epoch, and say where things are."""
+        """Keep the untrained network if no epoch beat it; log the table of the best epoch."""
+        if self.untrained is not None:
+            self._keep(trainer, self.untrained)
         table = Path(self.config["output"]) / LAYERS
         if trainer.is_global_zero and table.is_file():
             self._log_text(trainer, LAYERS, table.read_text(encoding="utf-8"))

@@ -26,7 +26,11 @@ def test_lost_attention_is_the_sum_of_what_was_dropped(length: int, padding: int
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_allocation_spends_the_budget_and_nothing_more(seed: int, share: float) -> None:
-    lost = torch.rand(3, 2, len(SHARES), generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
+    lost = (
+        torch.rand(3, 2, len(SHARES), generator=torch.Generator().manual_seed(seed))
+        .sort(descending=True)
+        .values
+    )
     kept = torch.tensor(HeadBudgets(lost).allocate(share))
     assert kept.shape == (3, 2)
     assert float(kept.mean()) == pytest.approx(share, abs=1e-5)
@@ -51,7 +55,11 @@ def test_allocation_is_the_best_one_for_convex_losses(seed: int) -> None:
 
 
 def test_learned_table_is_the_mean_over_documents() -> None:
-    rows = {"length": torch.tensor([4, 4, 4]), "layer": torch.tensor([0, 0, 0]), "head": torch.tensor([0, 1, 0])}
+    rows = {
+        "length": torch.tensor([4, 4, 4]),
+        "layer": torch.tensor([0, 0, 0]),
+        "head": torch.tensor([0, 1, 0]),
+    }
     target = torch.tensor([[0.4, 0.3, 0.2, 0.1], [1.0, 0.0, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3]])
     batch = {**rows, "target_max": target, "eligible": torch.ones(3, 4, dtype=torch.bool)}
     budgets = learn_budgets(lambda given: given["target_max"], [batch])
