@@ -128,13 +128,13 @@ class Learned(Ema):
 
     @torch.no_grad()
     def start(self, prompt: Prompt) -> Tensor:
-        """The forecast as a share of attention: it sums to 1 over the tokens of a kv head."""
+        """The forecast as a share of attention, the unit of what decoding adds."""
         spec = self.predictor.spec
         table = prompt.table(prompt.key.shape[1] + spec.horizon)
         seen = prefill_features(
             prompt.query, prompt.key, prompt.value, scaling=prompt.scaling, table=table, spec=spec
         )
-        return self.predictor.score(seen).float().softmax(-1)
+        return self.predictor.forecast(seen)
 
 
 def _learned(options: PolicyOptions) -> Policy:

@@ -64,7 +64,7 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
     by, forecast = "ema", once["ema"].expand(len(future), -1)
     for name, predictor in predictors.items():
         blocks = torch.nn.functional.pad(
-            predictor.score(features)[0].softmax(-1), (0, len(sizes) * block - slots)
+            predictor.forecast(features)[0], (0, len(sizes) * block - slots)
         ).unflatten(-1, (-1, block))
         once[name] = blocks.sum(-1)
         by, forecast = name, once[name].expand(len(future), -1)

@@ -14,11 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from predictor import scores
 from predictor.budgets import HeadBudgets
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
 from predictor.files import sha256_file, write_aside
-from predictor.nets import ScoreNet, build_net
+from predictor.nets import LOG_EMA, ScoreNet, build_net
 from predictor.provenance import check_provenance
 
 VERSION = 1
@@ -60,6 +61,11 @@ class Predictor(nn.Module):
     def score(self, features: PrefillFeatures) -> Tensor:
         """Return log importance [H, S] of one layer's tokens, higher = keep."""
         return self.net.score(features)
+
+    @torch.no_grad()
+    def forecast(self, features: PrefillFeatures) -> Tensor:
+        """Return the share of attention [H, S] expected of each token: ranked by score, as large as today's."""
+        return scores.ranked_share(self.score(features).float(), features.tokens[..., LOG_EMA].exp())
 
     def check(self, model: Any, strict: bool = True) -> None:
         """Hold the predictor to the language model it was trained on.

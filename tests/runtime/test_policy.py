@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
 from predictor.budgets import HeadBudgets
-from predictor.bundle import save_bundle
+from predictor.bundle import load_bundle, save_bundle
 from predictor.features import FeatureSpec, prefill_features
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
@@ -152,6 +152,24 @@ def test_learned_row_of_a_padded_batch_equals_its_unbatched_run(model: Any, net:
         model.generate(prompt, max_new_tokens=1, past_key_values=alone)
         for head in range(2):
             assert torch.equal(_kept(batched)[2 * row + head] - pad, _kept(alone)[head])
+
+
+def test_scores_of_any_scale_rank_alike(model: Any, tmp_path: Path) -> None:
+    """A softmax of large scores would underflow to ties, and the newest would win."""
+    kept = []
+    for name, factor in (("mild", 1.0), ("wild", 1000.0)):
+        torch.manual_seed(3)
+        net = TokenMLP()
+        torch.nn.init.normal_(net.head.weight)
+        forward = net.forward
+        net.forward = lambda *given, forward=forward, factor=factor: factor * forward(*given)  # type: ignore[method-assign]
+        loaded = load_bundle(_bundle(tmp_path / name, model))
+        loaded.net = net
+        config = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, eviction_policy="learned", predictor=loaded)
+        cache = create_tiered_cache(model, config)
+        model(_ids(1, PROMPT), **forward_kwargs(cache, model))
+        kept.append([slots.tolist() for slots in _kept(cache)])
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("padded", [False, True])
