@@ -175,6 +175,7 @@ def attention_and_forecasts(
     for (name, values), (colour, marker) in zip(once.items(), STYLE):
         below.plot(middle, values, color=colour, marker=marker, markersize=3.5, linewidth=1.1, label=name)
     below.set_yscale("log")
+    below.set_ylim(recorded.mean(0).clip(1e-6).min() / 5, 1)  # a forecast far below what happens is cut off
     below.set_xlim(0, recorded.shape[1] * block)
     below.set_xlabel("position in the prompt, tokens")
     below.set_ylabel("share of the attention")
