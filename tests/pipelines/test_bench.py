@@ -1,0 +1,61 @@
+"""The decode benchmark on a tiny model: what it prints, writes and refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines import bench
+from predictor.errors import FadeError
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Any:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_decode_prints_ratios_and_adds_rows(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = ["decode", "--model", str(tiny_model_dir), "--contexts", "[200,300]", "--steps", "3"]
+    for _ in range(2):
+        assert bench.main([*arguments, "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert told.count("1.00x") >= 4
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 4
+    first = {row["method"]: row for row in rows[:4]}
+    assert list(first) == ["stock", "static", "int4", "int4+statistics"]
+    assert first["stock"]["bytes"] == 2 * 2 * 2 * 16 * 4 * (200 + 4)  # k and v, layers, kv heads, dim, float32
+    assert first["int4"]["bytes"] < first["int4+statistics"]["bytes"] < first["stock"]["bytes"] / 1.9
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_times_of_caches_that_disagree_are_not_shown(
+    tiny_model_dir: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = bench._filled
+
+    def spoiled(*given: Any) -> Any:
+        caches = filled(*given)
+        caches["static"].layers[0].values.mul_(2)
+        return caches
+
+    monkeypatch.setattr(bench, "_filled", spoiled)
+    assert bench.main(["decode", "--model", str(tiny_model_dir), "--contexts", "[100]", "--steps", "1"]) == 2
+    told = capsys.readouterr()
+    assert "logits of static are" in told.err
+    assert "ms/step" not in told.out
+
+
+def test_bad_options_are_named(tiny_model_dir: Path, capsys: Any) -> None:
+    assert bench.main(["decode", "--steps", "0"]) == 2
+    assert "steps 0 is too small" in capsys.readouterr().err
+    assert bench.main(["flight"]) == 2
+    assert bench.main(["--help"]) == 0
+    assert "usage: python -m pipelines.bench {decode}" in capsys.readouterr().out
+    with pytest.raises(FadeError, match="contexts 0 is too small"):
+        bench.decode(str(tiny_model_dir), contexts=[])
