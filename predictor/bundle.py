@@ -116,6 +116,7 @@ def save_bundle(
         aside.mkdir()
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
         save_file(weights, aside / WEIGHTS)
+        (aside / WEIGHTS).chmod(0o644)  # safetensors writes for the owner only; a bundle is to be shared
         facts = {
             "version": VERSION,
             "kind": net.kind,

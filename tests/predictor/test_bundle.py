@@ -196,3 +196,9 @@ def test_another_model_is_refused_unless_not_strict(tmp_path, tiny_model):
         predictor.check(tiny_model("qwen2"))
     with pytest.warns(UserWarning, match="strict=False"):
         predictor.check(other, strict=False)
+
+
+def test_a_bundle_can_be_read_by_others(whole):
+    modes = {path.name: path.stat().st_mode & 0o044 for path in whole.iterdir()}
+    assert modes[WEIGHTS] == 0o044
+    assert set(modes) == {WEIGHTS, FACTS, "README.md"}
