@@ -68,7 +68,7 @@ class AttentionRecorder:
         }
         if self.h2o:
             visible = torch.arange(slots, 0, -1, device=key.device)
-            columns["h2o"] = _log(h2o_mass(past[0], past[1], scaling, chunk=64) / visible)
+            columns["h2o"] = _log(h2o_mass(past[0], past[1], scaling) / visible)
         arrays: dict[str, np.ndarray] = {name: x.half().cpu().numpy() for name, x in columns.items()}
         for head in range(key.shape[0]):
             row: Row = {"layer": layer, "head": head, "length": slots, "steps": steps}

@@ -165,10 +165,6 @@ class Traces:
         """Names of the shards of ``"train"`` or ``"validation"``, in order."""
         return [shard["name"] for shard in self.manifest["shards"] if shard["split"] == split]
 
-    def rows_in(self, split: str) -> int:
-        """Number of rows in a split."""
-        return sum(shard["rows"] for shard in self.manifest["shards"] if shard["split"] == split)
-
     def read(self, name: str, columns: Iterable[str] | None = None) -> list[Row]:
         """Read one shard's rows; its bytes are compared with the manifest's hash the first time.
 

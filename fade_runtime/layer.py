@@ -100,11 +100,11 @@ class TieredLayer(CacheLayerMixin):
         Raises:
             FadeError: some of them have left full precision already.
         """
-        count = abs(tokens_to_remove)
-        if tokens_to_remove > 0 or count == 0 or not self.is_initialized:
-            if tokens_to_remove > 0:
-                raise FadeError(f"crop({tokens_to_remove}): give a negative number, the tokens to take back")
+        if tokens_to_remove > 0:
+            raise FadeError(f"crop({tokens_to_remove}): give a negative number, the tokens to take back")
+        if tokens_to_remove == 0 or not self.is_initialized:
             return
+        count = -tokens_to_remove
         free = len(self._full) - (self.config.n_sink if self._compressed else 0)
         if count > free:
             raise FadeError(
