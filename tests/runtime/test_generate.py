@@ -115,6 +115,16 @@ def test_reordering_a_compressed_cache_moves_whole_rows(model: Any) -> None:
     torch.testing.assert_close(_forward(model, step, cache), _forward(model, step, swapped), atol=1e-4, rtol=1e-4)
 
 
+def test_repeating_a_compressed_cache_repeats_each_row(model: Any) -> None:
+    ids = _prompt(2, 90)
+    cache, repeated = create_tiered_cache(model, LOSSY), create_tiered_cache(model, LOSSY)
+    _forward(model, ids, cache)
+    _forward(model, ids.repeat_interleave(2, 0), repeated)
+    cache.batch_repeat_interleave(2)
+    step = torch.tensor([[5], [6], [7], [8]])
+    torch.testing.assert_close(_forward(model, step, cache), _forward(model, step, repeated), atol=1e-4, rtol=1e-4)
+
+
 def test_second_turn_feeds_only_new_tokens_and_equals_stock(model: Any) -> None:
     first, more = _prompt(1, 40), _prompt(1, 9, 3)
     outs = []
@@ -144,6 +154,8 @@ def test_crop_takes_back_exactly_or_says_no(model: Any) -> None:
     assert cache.get_seq_length() == 50
     step = ids[:, 59:]
     torch.testing.assert_close(_forward(model, step, cache), _forward(model, step, fresh))
+    with pytest.raises(FadeError, match="give a negative number"):
+        cache.crop(50)
     with pytest.raises(FadeError, match=r"cannot take back 40 tokens: only the newest 17 .* raise recent_window"):
         cache.crop(-40)
 
