@@ -7,7 +7,7 @@ the output exactly as transformers' SDPA function does and hands queries, keys a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,14 +33,16 @@ class AttentionRecorder:
     Args:
         prompt: number of prompt tokens S; the rest of the document is the continuation.
         spec: features, window and block.
-        table: rotary table of slots 0 .. S + horizon - 1, or None.
+        table: gives a layer's rotary table of slots 0 .. S + horizon - 1, or None without rotation.
         h2o: also sum the attention that each prompt token received from the whole prompt.
 
     Attributes:
         rows: trace rows without ``doc``, ``split`` and ``source``.
     """
 
-    def __init__(self, prompt: int, spec: FeatureSpec, table: rope.Table | None, h2o: bool = True):
+    def __init__(
+        self, prompt: int, spec: FeatureSpec, table: Callable[[int], rope.Table | None], h2o: bool = True
+    ):
         self.prompt, self.spec, self.table, self.h2o = prompt, spec, table, h2o
         self.rows: list[Row] = []
 
@@ -54,7 +56,7 @@ class AttentionRecorder:
         slots, steps = self.prompt, query.shape[1] - self.prompt
         # the prompt's features are computed from the prompt alone: nothing after it can leak in
         past = query[:, :slots], key[:, :slots], value[:, :slots]
-        seen = prefill_features(*past, scaling=scaling, table=self.table, spec=self.spec)
+        seen = prefill_features(*past, scaling=scaling, table=self.table(layer), spec=self.spec)
         future = attention_rows(query[:, slots:], key, scaling, first=slots)  # [H, T, S + T]
         mean, peak = pool_blocks(future, self.spec.block)
         columns = {
@@ -110,9 +112,12 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
             f"document of {total} tokens leaves nothing after a prompt of {prompt}; use longer ones"
         )
     slots = torch.arange(max(total, prompt + spec.horizon), device=tokens.device)
-    table = rope.rotary_table(rope.find_rotary(model), slots)
-    if table is not None:
-        table = (table[0][: prompt + spec.horizon], table[1][: prompt + spec.horizon])
+    rotary = rope.find_rotary(model)
+
+    def table(layer: int) -> rope.Table | None:
+        full = rotary.table(slots, layer) if rotary is not None else None
+        return full[: prompt + spec.horizon] if full is not None else None
+
     recorder = AttentionRecorder(prompt, spec, table, h2o)
     with torch.inference_mode(), _attention(model):
         model.base_model(input_ids=tokens[None], use_cache=False, fade_recorder=recorder)

@@ -175,14 +175,14 @@ def expected_attention(query: Tensor, key: Tensor, scaling: float, table: rope.T
     heads, slots = key.shape[:2]
     queries = query.float()
     if table is not None:
-        cos, sin = table
-        queries = rope.unrotate(queries, (cos[:slots], sin[:slots]))
+        queries = rope.unrotate(queries, table[:slots])
     queries = queries[:, min(EA_SINKS, slots - 1) :]
     mean = queries.mean(1)  # [Hq, D]
     centred = queries - mean[:, None]
     cov = centred.transpose(1, 2) @ centred / centred.shape[1]  # [Hq, D, D]
     if table is not None:
-        future = (cos[slots : slots + horizon].mean(0), sin[slots : slots + horizon].mean(0))
+        coming = table[slots : slots + horizon]
+        future = rope.Table(coming.cos.mean(0), coming.sin.mean(0), table.interleaved)
         mean = rope.rotate(mean, future)
         cov = rope.rotate(rope.rotate(cov, future).transpose(1, 2), future)
     keys = key.float() * scaling
@@ -214,7 +214,7 @@ def prefill_features(
 
     Args:
         query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
-        table: rotary table of slots 0 .. S + horizon - 1 (``rope.rotary_table``), or None without rotation.
+        table: rotary table of slots 0 .. S + horizon - 1 (``rope.Rotary.table``), or None without rotation.
         spec: window, block, decay and horizon. A prompt shorter than the window repeats its first row.
 
     Returns:

@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 
-from data.record import record_forward, recorded_attention
+from data.record import AttentionRecorder, record_forward, recorded_attention
 from predictor.errors import FadeError
-from predictor.features import FEATURES, FeatureSpec
+from predictor.features import FEATURES, FeatureSpec, expected_attention
+from predictor.rope import find_rotary
+from tests.families import FAMILIES
 
 
 def tokens_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -174,3 +176,28 @@ def test_latent_attention_is_refused(model: Any) -> None:
     module = model.model.layers[0].self_attn
     with pytest.raises(FadeError, match="latent attention"):
         recorded_attention(module, query, key, value, None, 0.25, fade_recorder=object())
+
+
+def test_each_layer_is_recorded_with_its_own_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 turns sliding and full layers by different angles, Cohere 2 the sliding ones only."""
+    spec, slots = FeatureSpec(window=8, horizon=16), torch.arange(20 + 16)
+    for family in ("gemma3", "cohere2"):
+        model, seen = FAMILIES[family](), []
+        observe = AttentionRecorder.observe
+
+        def spy(self: Any, *args: Any, of: Any = seen, to: Any = observe) -> None:
+            of.append(args)
+            to(self, *args)
+
+        monkeypatch.setattr(AttentionRecorder, "observe", spy)
+        rows = record_forward(model, tokens_of(23), 20, spec)
+        monkeypatch.undo()
+        rotary = find_rotary(model)
+        assert rotary is not None
+        for layer, query, key, _, scaling in seen:
+            past = query[:, :20], key[:, :20], scaling
+            tables = (rotary.table(slots, at) for at in (layer, (layer + 1) % 4))
+            own, other = (expected_attention(*past, table, 16) for table in tables)
+            got = np.stack([row["tokens"][:, 1] for row in rows if row["layer"] == layer])
+            close(got, own, absolute=2e-3)
+            assert not np.allclose(got, other, atol=2e-2)

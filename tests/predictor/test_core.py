@@ -1,4 +1,4 @@
-"""Rotation, heuristic scores, provenance and files."""
+"""Heuristic scores, provenance and files."""
 
 import os
 from collections.abc import Callable
@@ -9,51 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from predictor import rope, scores
+from predictor import scores
 from predictor.errors import FadeError
 from predictor.files import sha256_file, write_aside
 from predictor.provenance import check_provenance, model_provenance, tokenizer_hash, weights_fingerprint
-
-SCHEMES = {
-    "default": {"rope_type": "default", "rope_theta": 10_000.0},
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
-    "llama3": {
-        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
-    },
-    "yarn": {
-        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("at", [0, 100, 5000])
-def test_rotation_is_the_models_own_and_inverts(tiny_model: Callable[..., Any], scheme: str, at: int) -> None:
-    model = tiny_model(rope_parameters=SCHEMES[scheme], max_position_embeddings=2048)
-    rotary = rope.find_rotary(model)
-    assert rotary is not None
-    positions = torch.arange(at, at + 7)
-    x = torch.randn(1, 2, 7, 16)
-    cos, sin = rotary(x, positions[None])
-    stock, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    table = rope.rotary_table(rotary, positions)
-    torch.testing.assert_close(rope.rotate(x, table), stock)
-    torch.testing.assert_close(rope.unrotate(stock, table), x, atol=1e-5, rtol=1e-5)
-
-
-def test_partial_rotation_leaves_the_rest_alone() -> None:
-    angle = torch.rand(5, 2).repeat(1, 2)
-    table = (angle.cos(), angle.sin())
-    x = torch.randn(3, 5, 10)
-    turned = rope.rotate(x, table)
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    torch.testing.assert_close(rope.unrotate(turned, table), x)
-    assert rope.rotary_table(None, torch.arange(3)) is None
-    assert rope.rotate(x, None) is x
-    assert rope.unrotate(x, None) is x
 
 
 @given(st.integers(1, 40), st.floats(0.5, 0.99))

@@ -73,19 +73,44 @@ def test_expected_attention_equals_monte_carlo() -> None:
     torch.testing.assert_close(share, expected, atol=0, rtol=0.05)
 
 
-def test_expected_attention_rotates_the_mean_to_the_coming_positions() -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_expected_attention_rotates_the_mean_to_the_coming_positions(interleaved: bool) -> None:
     """With one constant un-rotated query the forecast is that query, rotated to the average of the next positions."""
     dim, slots, horizon = 8, 50, 16
     angles = torch.arange(slots + horizon)[:, None] * torch.tensor([0.5, 0.1, 0.02, 0.004])
-    table = (angles.cos().repeat(1, 2), angles.sin().repeat(1, 2))
+    wide = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 2)
+    table = rope.Table(wide.cos(), wide.sin(), interleaved)
     plain = torch.randn(1, 1, dim)
-    query = rope.rotate(plain.expand(-1, slots, -1), (table[0][:slots], table[1][:slots]))
+    query = rope.rotate(plain.expand(-1, slots, -1), table[:slots])
     key = torch.randn(1, slots, dim)
     coming = range(slots, slots + horizon)
-    average = torch.stack([rope.rotate(plain[0], (table[0][[t]], table[1][[t]])) for t in coming])
+    average = torch.stack([rope.rotate(plain[0], table[[t]]) for t in coming])
     expected = (average.mean(0) @ key[0].T * 0.4).log_softmax(-1)
     ours = features.expected_attention(query, key, 0.4, table, horizon)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_expected_attention_rotates_the_covariance(interleaved: bool) -> None:
+    """Against a rotation matrix: log E[exp(k R q)] of a normal q is k R mean + k R cov R' k / 2."""
+    dim, slots, horizon = 6, 40, 5
+    angles = torch.arange(slots + horizon)[:, None] * torch.tensor([0.5, 0.1])
+    wide = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 2)
+    table = rope.Table(wide.cos(), wide.sin(), interleaved)  # 4 of 6 channels
+    plain, key = torch.randn(1, slots, dim), torch.randn(1, slots, dim)
+    turn = torch.zeros(horizon, dim, dim)
+    for step, pair in ((s, i) for s in range(horizon) for i in range(2)):
+        one, two = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 2)
+        angle = angles[slots + step, pair]
+        turn[step, one, one] = turn[step, two, two] = angle.cos()
+        turn[step, one, two], turn[step, two, one] = -angle.sin(), angle.sin()
+        turn[step, 4, 4] = turn[step, 5, 5] = 1
+    mean_turn, used = turn.mean(0), plain[0, features.EA_SINKS :]
+    cov = mean_turn @ torch.cov(used.T, correction=0) @ mean_turn.T
+    scaled = key[0] * 0.4
+    expected = (scaled @ mean_turn @ used.mean(0) + ((scaled @ cov) * scaled).sum(-1) / 2).log_softmax(-1)
+    ours = features.expected_attention(rope.rotate(plain, table[:slots]), key, 0.4, table, horizon)
+    torch.testing.assert_close(ours[0], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

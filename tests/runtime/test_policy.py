@@ -16,7 +16,7 @@ from predictor.bundle import load_bundle, save_bundle
 from predictor.features import FeatureSpec, prefill_features
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
-from predictor.rope import find_rotary, rotary_table
+from predictor.rope import find_rotary
 
 from .test_memory import reachable_bytes
 
@@ -61,13 +61,11 @@ def test_state_equals_stock_attention_summed_up(model: Any, policy: str) -> None
             expected = (rows[:, :, PROMPT - 64 : PROMPT] * (weights / weights.sum())[:, None]).sum(2)
             for step in range(PROMPT, PROMPT + STEPS):
                 expected = 0.95 * expected + 0.05 * rows[:, :, step]
-        assert layer.full is not None
-        torch.testing.assert_close(layer.full.state, expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(layer.tokens.full.state, expected, atol=1e-4, rtol=1e-3)
 
 
 def _kept(cache: TieredCache, layer: int = 0) -> list[Tensor]:
-    packed = cache.tiered[layer].packed
-    assert packed is not None
+    packed = cache.tiered[layer].tokens.packed
     return [packed.slots()[packed.token_row() == row] for row in range(int(packed.page_row.max()) + 1)]
 
 
@@ -97,7 +95,9 @@ def test_prompt_eviction_keeps_the_best_scored_of_each_head(model: Any, policy: 
     else:
         query, key, value = captured
         spec = FeatureSpec(window=16, block=4, horizon=32)
-        table = rotary_table(find_rotary(model), torch.arange(PROMPT + 32))
+        rotary = find_rotary(model)
+        assert rotary is not None
+        table = rotary.table(torch.arange(PROMPT + 32))
         tokens = prefill_features(query, key, value, scaling=16**-0.5, table=table, spec=spec).tokens
         scores = tokens[..., 0] + tokens[..., 1]
     for head, slots in enumerate(kept):
@@ -110,14 +110,13 @@ def _capture(model: Any, cache: TieredCache, ids: Tensor) -> tuple[Tensor, Tenso
     """Run the prompt; return the first layer's query, key and value as the attention function saw them."""
     seen: list[tuple[Tensor, ...]] = []
     layer = cache.tiered[0]
-    start = layer._start
+    begin = layer._begin
 
-    def spy(query: Tensor, mask: Any, scaling: float) -> None:
-        assert layer.full is not None
-        seen.append((query[0], layer.full.key[0], layer.full.value[0]))
-        start(query, mask, scaling)
+    def spy(query: Tensor, scaling: float, upto: int) -> None:
+        seen.append((query[0], layer.tokens.full.key[0], layer.tokens.full.value[0]))
+        begin(query, scaling, upto)
 
-    layer._start = spy  # type: ignore[method-assign]
+    layer._begin = spy  # type: ignore[method-assign]
     model(ids, **forward_kwargs(cache, model))
     return seen[0]  # type: ignore[return-value]
 
@@ -190,8 +189,7 @@ def test_heads_keep_what_their_budgets_say_and_memory_follows(model: Any, tmp_pa
         for step in range(40):
             mask_now = torch.nn.functional.pad(mask, (0, step + 1), value=1)
             model(ids[:, -1:], attention_mask=mask_now, **forward_kwargs(each, model))
-    layer = cache.tiered[0].packed
-    assert layer is not None
+    layer = cache.tiered[0].tokens.packed
     counts = torch.bincount(layer.token_row(), minlength=2).tolist()
     assert counts[1] == 0
     assert counts[0] == 100 - 2 - 8  # all of the body
