@@ -1,16 +1,17 @@
 """Rotary position embedding and its inverse, by the model's own code.
 
-The angles come from the rotary module that the model itself uses, and what is done with them from the function of
-its modeling file that turns keys: :class:`Rotary` passes probes through both and reads off a :class:`Table` that
-:func:`rotate` and :func:`unrotate` apply. So every scheme (linear, llama3, dynamic, yarn, longrope, proportional),
-pairing (halves or neighbours) and layout of the module's output ends in one form. Channels past the width of the
-table are left alone (partial rotary).
+The angles come from the rotary module that the model itself uses; which channels they turn, from the function of its
+modeling file that turns keys, which :class:`Rotary` tries out on unit vectors. So every scheme (linear, llama3,
+dynamic, yarn, longrope, proportional), pairing (halves or neighbours) and layout of the module's output ends in one
+:class:`Table`, which :func:`rotate` and :func:`unrotate` apply. Channels past the width of the table are left alone
+(partial rotary).
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class Rotary:
         self._decoder = weakref.ref(decoder)
         self._modules = [weakref.ref(module) for module in modules]
         self._apply = _apply_function(decoder)
-        self._interleaved: bool | None = None
+        self._layouts: dict[int, tuple[list[int], int, bool]] = {}  # by width of the angles
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer rotates at all; some families leave it out of every n-th, or out of full attention."""
@@ -104,7 +105,7 @@ class Rotary:
         count = positions.numel()
         flat = positions.reshape(1, -1) if count else positions.new_zeros(1, 1)
         try:
-            table = self._probe(flat, layer)
+            table = self._tabulate(flat, layer)
         except FadeError:
             raise
         except Exception as error:  # whatever a modeling file that works differently may raise
@@ -112,19 +113,20 @@ class Rotary:
         cos, sin = (x[:count].view(*positions.shape, x.shape[-1]) for x in (table.cos, table.sin))
         return Table(cos, sin, table.interleaved)
 
-    def _probe(self, positions: Tensor, layer: int) -> Table:
+    def _tabulate(self, positions: Tensor, layer: int) -> Table:
         """Table [L, Dr] of positions [1, L]."""
         angles = self._angles(positions, layer)
         if isinstance(angles, Tensor):  # complex numbers multiply neighbours
             cos, sin = (x[0].float().repeat_interleave(2, -1) for x in (angles.real, angles.imag))
             return Table(cos, sin, interleaved=True)
-        if self._interleaved is None:
-            self._interleaved = self._neighbours(layer, positions.device)
-        first = torch.arange(self._width(angles), device=positions.device)
-        first = first % 2 == 0 if self._interleaved else first < len(first) // 2
-        from_first, from_second = self._turn(torch.stack((first, ~first)).float(), angles)
-        cos = torch.where(first, from_first, from_second)
-        return Table(cos, torch.where(first, -from_second, from_first), self._interleaved)
+        cos, sin = (x[0].float() for x in angles)
+        width = cos.shape[-1]
+        if width not in self._layouts:
+            self._layouts[width] = self._layout(width, positions.device)
+        source, sign, interleaved = self._layouts[width]
+        if source != list(range(width)):
+            cos, sin = cos[:, source], sin[:, source]
+        return Table(cos, sin if sign == 1 else -sin, interleaved)
 
     def _angles(self, positions: Tensor, layer: int) -> Any:
         """What the model's module returns for positions [1, L], from a copy: some modules change when called."""
@@ -147,36 +149,41 @@ class Rotary:
         dtype = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)
         return forward(twin, torch.zeros(1, dtype=dtype, device=positions.device), positions, **kind)
 
-    def _turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Let the modeling file rotate each x [P, Dr] to all positions: [P, L, Dr] float32."""
+    def _layout(self, width: int, device: torch.device) -> tuple[list[int], int, bool]:
+        """What the modeling file does with angles of [L, width]: found by passing unit vectors through it.
+
+        Returns:
+            For each channel of a key the channel of the angles that turns it; the sign of the sine; interleaved.
+        """
+        units = torch.eye(width, device=device)
+        none, every = torch.zeros_like(units), torch.ones(1, width, device=device)
+        try:
+            dim = width
+            kept = self._turn(torch.ones(1, dim, device=device), units, none)[0]  # [width, Dr]
+        except RuntimeError:  # shapes do not fit: angles that are named once for each pair
+            dim = 2 * width
+            kept = self._turn(torch.ones(1, dim, device=device), units, none)[0]
+        crossed = self._turn(torch.ones(1, dim, device=device), none, units)[0]
+        channels = torch.eye(dim, device=device)
+        partners = self._turn(channels, none[:1], every)[:, 0]  # [Dr, Dr]
+        source = kept.argmax(0)
+        if torch.equal(kept, units[:, source]) and torch.equal(crossed.abs(), kept):
+            for sign, interleaved in itertools.product((1, -1), (False, True)):
+                if torch.equal(partners, sign * _swap(channels, interleaved)):
+                    return source.tolist(), sign, interleaved
+        raise self._refusal(f"its {APPLY} pairs channels in another way")
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Let the modeling file rotate each x [P, Dr] by all angles [L, width]: [P, L, Dr] float32."""
         if self._apply is None:
             raise self._refusal(f"its modeling file has no {APPLY}")
-        x = x[None, :, None].expand(-1, -1, angles[0].shape[-2], -1)
+        x = x[None, :, None].expand(-1, -1, len(cos), -1)
         both = (x, x[:, :0]) if "k" in inspect.signature(self._apply).parameters else (x,)
-        turned = self._apply(*both, cos=angles[0], sin=angles[1])
+        turned = self._apply(*both, cos=cos[None], sin=sin[None])
         turned = turned if isinstance(turned, Tensor) else turned[0]
         if turned.shape != x.shape:
-            raise self._refusal(f"its {APPLY} makes {tuple(turned.shape)} of {tuple(x.shape)}")
-        return turned[0].float()
-
-    def _width(self, angles: tuple[Tensor, Tensor]) -> int:
-        """Number of channels that are turned: that of the angles, or twice as many where each is named once."""
-        width = angles[0].shape[-1]
-        try:
-            self._turn(torch.zeros(1, width, device=angles[0].device), (angles[0][:, :1], angles[1][:, :1]))
-        except (RuntimeError, FadeError):
-            return 2 * width
-        return width
-
-    def _neighbours(self, layer: int, device: torch.device) -> bool:
-        """Whether channel 0 is turned with channel 1, not with the middle one."""
-        angles = self._angles(torch.arange(2, device=device)[None], layer)
-        width = self._width(angles)
-        still, turned = self._turn(torch.eye(width, device=device)[:1], angles)[0]  # at positions 0 and 1
-        partners = turned[1:].nonzero().flatten() + 1
-        if still[1:].any() or not still[0] or partners.tolist() not in ([1], [width // 2]):
-            raise self._refusal("it pairs channels in another way")
-        return width > 2 and partners.tolist() == [1]
+            raise RuntimeError(f"{APPLY} makes {tuple(turned.shape)} of {tuple(x.shape)}")
+        return turned[0]
 
     def _refusal(self, why: str) -> FadeError:
         return FadeError(
