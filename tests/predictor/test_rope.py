@@ -52,6 +52,7 @@ MORE: dict[str, Callable[..., Any]] = {
     "ernie4_5": partial(_make, "Ernie4_5"),
     "helium": partial(_make, "Helium"),
     "stablelm": partial(_make, "StableLm"),
+    "nanochat": partial(_make, "NanoChat"),  # turns the other way round
     "phi3_partial": partial(
         _make, "Phi3", rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
     ),
