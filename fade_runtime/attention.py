@@ -6,14 +6,14 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fade_runtime.kernels import cpu, reference
-from fade_runtime.packed import PackedTokens
+from fade_runtime.kernels.reference import Part
 from predictor.errors import FadeError
 
 SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
@@ -42,59 +42,60 @@ class FullTokens:
 def tiered_attention(
     query: Tensor,
     full: FullTokens,
-    packed: PackedTokens,
+    parts: Sequence[Part],
     *,
     scaling: float,
     first: int,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attend to full-precision and packed tokens at once.
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Attend to full-precision and stored tokens at once.
 
     Args:
         query: [B, Hq, Q, D]; query i is at slot ``first + i``.
-        full, packed: the tiers; rows of ``packed`` are batch x kv head.
+        full: full-precision tokens. parts: the other tiers; their rows are batch x kv head, their biases are set here.
         scaling: factor on the scores.
         first: slot of the first query.
         mask: [B or 1, 1 or Hq, Q, S] over logical slots: bool (True = visible) or additive; None = causal.
         weights: [Q] weight of each query in the statistics, or None for no statistics.
+        softcap: of the scores, or None.
 
     Returns:
-        output [B, Hq, Q, D]; weighted attention that each full token [B, H, n] and each packed token [T] received,
-        averaged over the query group, or None.
+        output [B, Hq, Q, D]; weighted attention that each full token [B, H, n] and each token of each part [T]
+        received, averaged over the query group, or None and an empty list.
     """
     batch, query_heads, steps, dim = query.shape
     heads = full.key.shape[1]
     groups, rows = query_heads // heads, batch * heads
     kernel = pick_kernel(query.device)
-    key, value = full.key.reshape(rows, -1, dim), full.value.reshape(rows, -1, dim)
-    chunk = max(1, min(steps, SCORES_AT_ONCE // max(batch * query_heads * (len(full) + len(packed)), 1)))
+    key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
+    columns = len(full) + sum(len(part.tokens) for part in parts)
+    chunk = max(1, min(steps, SCORES_AT_ONCE // max(batch * query_heads * columns, 1)))
     outs, masses = [], []
     for at in range(0, steps, chunk):
-        part = slice(at, min(at + chunk, steps))
-        size = part.stop - at
-        bias, packed_bias = _bias(
-            None if mask is None else mask[:, :, part], full, packed, first + at, size, heads, query_heads
-        )
+        piece = slice(at, min(at + chunk, steps))
+        size = piece.stop - at
+        seen = None if mask is None else mask[:, :, piece].expand(batch, -1, -1, -1)
+        bias = _full_bias(seen, full, first + at, size, heads)
         if bias is not None:
             bias = bias.expand(batch, heads, groups, size, -1).reshape(rows, groups * size, -1)
-        if packed_bias is not None:
-            packed_bias = packed_bias.expand(-1, groups, -1).flatten(1)
-        share = None if weights is None else (weights[part] / groups).repeat(groups)
-        grouped = (query[:, :, part] * scaling).reshape(rows, groups * size, dim)
-        out, mass, packed_mass = kernel(grouped, key, value, packed, share, bias, packed_bias)
-        outs.append(out.view(batch, query_heads, size, dim))
+        biased = parts if seen is None else [_with_bias(part, seen, heads, groups) for part in parts]
+        share = None if weights is None else (weights[piece] / groups).repeat(groups)
+        grouped = (query[:, :, piece] * scaling).reshape(rows, groups * size, dim)
+        out, mass, part_masses = kernel(grouped, key, value, biased, share, bias, softcap)
+        outs.append(out.view(batch, query_heads, size, -1))
         if mass is not None:
-            masses.append((mass.view(batch, heads, -1), packed_mass))
+            masses.append((mass.view(batch, heads, -1), *part_masses))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     if not masses:
-        return out, None, None
-    to_full, to_packed = (functools.reduce(torch.add, each) for each in zip(*masses))
-    return out, to_full, to_packed
+        return out, None, []
+    to_full, *to_parts = (functools.reduce(torch.add, each) for each in zip(*masses))
+    return out, to_full, to_parts
 
 
 @functools.cache
-def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, list[Tensor]]]:
     """Choose the attention kernel of a device, once: the compiled one on a CPU when it builds and agrees.
 
     ``FADE_KERNEL=reference`` in the environment asks for plain torch.
@@ -109,30 +110,36 @@ def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | No
     return cpu.attend
 
 
-def _bias(
-    mask: Tensor | None, full: FullTokens, packed: PackedTokens, first: int, steps: int, heads: int, query_heads: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Additive bias on the full part [B, H or 1, G or 1, Q, n] and on the packed part [T, G or 1, Q], or None."""
+def _full_bias(mask: Tensor | None, full: FullTokens, first: int, steps: int, heads: int) -> Tensor | None:
+    """Additive bias [B, H or 1, G or 1, Q, n] of the full-precision tokens, or None if all are visible.
+
+    Args:
+        mask: [B, 1 or Hq, Q, S] or None = causal.
+        full: n tokens. first: slot of the first of ``steps`` queries. heads: kv heads.
+    """
     slots = full.slots.long()
-    batch = slots.shape[0]
+    hole = slots < 0
     if mask is None:
         at = first + torch.arange(steps, device=slots.device)
-        hidden = (slots[:, None, :] > at[:, None]) | (slots < 0)[:, None, :]  # [B, Q, n]
-        if not bool(hidden.any()):
-            return None, None  # packed tokens are older than every query
-        return _additive(~hidden[:, None, None]), None
-    visible = mask.expand(batch, -1, -1, -1)
-    index = slots.clamp(min=0)[:, None, None, :].expand(-1, visible.shape[1], steps, -1)
-    chosen = visible.gather(-1, index)
-    hole = (slots < 0)[:, None, None, :]
+        hidden = (slots[:, None, :] > at[:, None]) | hole[
+            :, None, :
+        ]  # [B, Q, n]; stored tokens are older than any query
+        return _additive(~hidden[:, None, None]) if bool(hidden.any()) else None
+    index = slots.clamp(min=0)[:, None, None, :].expand(-1, mask.shape[1], steps, -1)
+    chosen, hole = mask.gather(-1, index), hole[:, None, None, :]
     chosen = chosen & ~hole if chosen.dtype == torch.bool else chosen.masked_fill(hole, -math.inf)
-    per_head = visible.shape[1] == query_heads and query_heads > 1
-    bias = _unless_plain(chosen.unflatten(1, (heads, -1)) if per_head else chosen[:, :, None])
-    row, slot = packed.token_row(), packed.slots()
-    if per_head:
-        grouped = visible.unflatten(1, (heads, -1)).flatten(0, 1)  # [R, G, Q, S]
-        return bias, _unless_plain(grouped.permute(0, 3, 1, 2)[row, slot])
-    return bias, _unless_plain(visible[:, 0].transpose(1, 2)[row // heads, slot][:, None])
+    return _unless_plain(chosen.unflatten(1, (heads, -1)) if mask.shape[1] > 1 else chosen[:, :, None])
+
+
+def _with_bias(part: Part, mask: Tensor, heads: int, groups: int) -> Part:
+    """The part with the bias [T, G x Q] of a mask [B, 1 or Hq, Q, S]."""
+    row, slot = part.tokens.token_row(), part.tokens.slots()
+    if mask.shape[1] > 1:
+        grouped = mask.unflatten(1, (heads, -1)).flatten(0, 1)  # [R, G, Q, S]
+        bias = _unless_plain(grouped[row, :, :, slot])  # [T, G, Q]
+    else:
+        bias = _unless_plain(mask[row // heads, 0, :, slot][:, None])
+    return part if bias is None else replace(part, bias=bias.expand(-1, groups, -1).flatten(1))
 
 
 def _unless_plain(visible: Tensor) -> Tensor | None:

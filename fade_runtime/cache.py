@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,10 +12,23 @@ from fade_runtime import hf
 from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
 from fade_runtime.policy import POLICIES, Learned, Policy
+from fade_runtime.tiers import Tier
+from predictor.errors import FadeError
 from predictor.rope import find_rotary
 
 if TYPE_CHECKING:
+    from fade_runtime.pq import CodebookSet
     from predictor.bundle import Predictor
+
+
+TIERS = tuple(tier.name for tier in Tier if tier < Tier.EVICTED)
+KINDS = {
+    "full.key": "FP16", "full.value": "FP16",
+    "packed.key_codes": "INT4", "packed.value_codes": "INT4",
+    "packed.low_key_codes": "INT2", "packed.low_value_codes": "INT2",
+    "packed.pq_codes": "PQ", "pq.codes": "PQ",
+}  # fmt: skip
+OTHER = "scales and slots"
 
 
 class TieredCache(Cache):
@@ -24,9 +38,28 @@ class TieredCache(Cache):
     the prompt and then each ``reassign_every`` tokens.
     """
 
-    def __init__(self, layers: list[Any], config: FadeConfig, policy: Policy) -> None:
+    def __init__(
+        self, layers: list[Any], config: FadeConfig, policy: Policy, codebook: CodebookSet | None = None
+    ) -> None:
         super().__init__(layers=layers)
-        self.config, self.policy = config, policy
+        self.config, self.policy, self.codebook = config, policy, codebook
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Take in the new tokens of a layer; a call that is refused leaves all layers as they were before it."""
+        try:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except FadeError:
+            self._take_back(layer_idx)
+            raise
+
+    def _take_back(self, refused: int) -> None:
+        seen = [layer.seen for layer in self.tiered if layer.index >= refused]
+        for layer in self.tiered:
+            extra = layer.seen - min(seen)
+            if layer.index < refused and extra > 0:
+                layer.reset() if extra == layer.seen else layer.crop(-extra)
 
     @property
     def tiered(self) -> list[TieredLayer]:
@@ -42,27 +75,30 @@ class TieredCache(Cache):
             compression: their ratio; tiers: bytes by tier, with "statistics", "predictor" and "other layers";
             tokens: tokens kept per tier, summed over rows and layers; seen: logical tokens.
         """
-        tiers = dict.fromkeys(("FP16", "INT4", "statistics", "predictor", "other layers"), 0)
-        tokens = {"FP16": 0, "INT4": 0, "EVICTED": 0}
+        tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "other layers"), 0)
+        tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
         full_bytes = 0
         for layer in self.tiered:
-            if layer.full is None or layer.packed is None or layer.pad is None:
+            if layer.store is None:
                 continue
-            full, packed = layer.full, layer.packed
-            tiers["FP16"] += _bytes(full.key, full.value, full.slots, layer.pad)
-            body = packed.tensors()
-            states = [state for state in (full.state, body.pop("state", None)) if state is not None]
-            tiers["INT4"] += _bytes(*body.values())
-            tiers["statistics"] += _bytes(*states)
-            batch, heads, _, dim = full.key.shape
-            full_bytes += 2 * batch * heads * layer.seen * dim * full.key.element_size()
-            tokens["FP16"] += int((full.slots >= 0).sum()) * heads
-            tokens["INT4"] += len(packed)
-            tokens["EVICTED"] += layer.evicted
-        others = [t for layer in self.layers if not isinstance(layer, TieredLayer) for t in _tensors(layer)]
+            full, stored = layer.store.full, layer.tensors()
+            for kind in set(map(_kind, stored)):
+                tiers[kind] += _bytes(*(tensor for name, tensor in stored.items() if _kind(name) == kind))
+            batch, heads = full.key.shape[:2]
+            width = (full.key.shape[3] + full.value.shape[3]) * full.key.element_size()
+            full_bytes += batch * heads * layer.seen * width
+            for name, count in layer.store.counts().items():
+                tokens[name] += count
+        others = [
+            t
+            for layer in self.layers
+            if not isinstance(layer, TieredLayer)
+            for t in reachable_tensors(vars(layer))
+        ]
         tiers["other layers"] = _bytes(*others)
         if isinstance(self.policy, Learned):
             tiers["predictor"] = _bytes(*_reachable(self.policy.predictor))
+        tiers["codebook"] = _bytes(*(self.codebook.tensors() if self.codebook is not None else []))
         resident = sum(tiers.values())
         full_bytes += tiers["other layers"]
         return {
@@ -80,8 +116,21 @@ def _reachable(predictor: Predictor) -> list[Tensor]:
     return [*predictor.parameters(), *predictor.buffers(), *budgets]
 
 
-def _tensors(layer: Any) -> list[Tensor]:
-    return [value for value in vars(layer).values() if isinstance(value, Tensor)]
+def _kind(name: str) -> str:
+    """What a tensor of a layer is counted as."""
+    return "statistics" if name.endswith((".state", "queries")) else KINDS.get(name, OTHER)
+
+
+def reachable_tensors(thing: Any) -> Iterator[Tensor]:
+    """Tensors in nested dicts, lists and tuples."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        for each in thing.values():
+            yield from reachable_tensors(each)
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from reachable_tensors(each)
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -110,17 +159,37 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
         >>> prompt = torch.randint(8, (1, 64))
         >>> _ = model.generate(prompt, past_key_values=cache, max_new_tokens=4, eos_token_id=None)
         >>> cache.get_seq_length(), cache.memory_report()["tokens"]
-        (67, {'FP16': 30, 'INT4': 32, 'EVICTED': 72})
+        (67, {'FP16': 30, 'INT4': 32, 'INT2': 0, 'PQ': 0, 'EVICTED': 72})
     """
     config = FadeConfig.safe() if config is None else config
     policy = POLICIES[config.eviction_policy](config)
     if isinstance(policy, Learned):
         policy.predictor.check(model, strict=config.strict)
     hf.attach(model)
-    text = hf.text_config(model)
-    rotary = find_rotary(model)
+    text, codebook = hf.text_config(model), _codebook(model, config)
+    rotary, sharers = find_rotary(model), hf.sharers(text)
     layers = [
-        TieredLayer(config, policy, text, rotary, index) if hf.can_tier(layer) else layer
+        TieredLayer(
+            config,
+            policy,
+            text,
+            rotary,
+            index,
+            codebook=None if codebook is None else codebook.layers[index],
+            sharers=sharers[index],
+        )
+        if hf.can_tier(layer)
+        else layer
         for index, layer in enumerate(hf.stock_layers(text))
     ]
-    return TieredCache(layers, config, policy)
+    return TieredCache(layers, config, policy, codebook)
+
+
+def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:
+    if config.codebook is None:
+        return None
+    from fade_runtime.pq import CodebookSet, load_codebook
+
+    codebook = config.codebook if isinstance(config.codebook, CodebookSet) else load_codebook(config.codebook)
+    codebook.check(model, strict=config.strict)
+    return codebook

@@ -2,67 +2,162 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fade_runtime.packed import Bits
 from fade_runtime.policy import POLICIES
+from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
+    from fade_runtime.pq import CodebookSet
     from predictor.bundle import Predictor
+
+TOP_K = "topk"
+CHOICES = {
+    "phase": (None, "1a", "1b", "2"),
+    "low_tier": ("int2", "pq"),
+    "positions": ("original", "streaming"),
+}
+
 
 @dataclass(frozen=True)
 class FadeConfig:
     """How a tiered cache spends its memory.
 
+    Body tokens, those between the sinks and the recent window, go to the INT4 tier while its budget lasts, then to
+    the low tier, then out.
+
     Attributes:
         n_sink: first tokens of a sequence that stay in full precision (attention sinks).
         recent_window: newest tokens that stay in full precision.
-        int4_budget: body tokens kept per kv head, in 4 bits: a whole number, a share of the context (a float in
-            (0, 1]), or None for all of them. What exceeds the budget is evicted.
-        eviction_policy: "position", "h2o", "ema" or "learned": whose score decides what is evicted.
+        int4_budget: body tokens per kv head in the INT4 tier: a whole number, a share of the context (a float in
+            (0, 1]), "topk" for max(128, 5 % of the context), or None for all of them.
+        low_budget: body tokens per kv head in the low tier, a whole number or a share; 0: no low tier; None: all that
+            the INT4 tier does not take, so that nothing is evicted.
+        low_tier: "int2" (few bits, by default 4 for keys and 2 for values) or "pq" (product quantisation).
+        middle_k_bits, middle_v_bits: bits of keys and values in the INT4 tier: 2, 4 or 8.
+        low_k_bits, low_v_bits: bits of keys and values in the low tier, no more than in the INT4 tier.
+        codebook: for "pq": a directory written by `python -m pipelines.train_codebook`, or a loaded codebook.
+        tau, low_tau: shares of a kv head's score, in (0, 1]: the INT4 tier takes no more of the best tokens than hold
+            ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
+        eviction_policy: "position", "h2o", "ema", "adaptive" or "learned": whose score decides. "adaptive" is "ema" that
+            lets the scores fill the tiers: tau .9 and low_tau .99 unless given.
         predictor: for "learned": `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a hub id, or a
             loaded predictor.
         head_budgets: for "learned": give each kv head the budget that the predictor learned for it (their mean is
-            ``int4_budget``); with False, or a predictor without budgets, all heads get the same.
+            the budget given); with False, or a predictor without budgets, all heads get the same.
+        positions: "original": keys keep the rotation of their place in the text. "streaming": kept tokens are
+            rotated to contiguous positions when they are read, so generation may run past the trained context.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
+        chunked_prefill: the prompt comes in several calls: compress when the first single token comes, so that chunks
+            give exactly what one call gives. False: compress after each call of ``reassign_every`` tokens or more.
         ema_decay: decay per step of the "ema" policy's moving average.
-        strict: refuse a predictor that was trained for another model; with False, warn.
+        strict: refuse a predictor or codebook that was trained for another model; with False, warn.
+        phase: FADE's name for a stage: "1a" and "1b" evict nothing, "2" evicts; None: the budgets say it.
 
     Raises:
         FadeError: an option out of its range, or options that contradict each other.
 
     Example:
-        >>> FadeConfig(int4_budget=0.25, eviction_policy="ema").budget(seen=1000)
-        250
+        >>> FadeConfig(int4_budget=0.25, low_budget=100, eviction_policy="ema").budgets(seen=1000)
+        (250, 100)
         >>> FadeConfig(eviction_policy="best")
         Traceback (most recent call last):
             ...
-        predictor.errors.FadeError: eviction_policy 'best' is not one of position, h2o, ema, learned
+        predictor.errors.FadeError: eviction_policy 'best' is not one of position, h2o, ema, adaptive, learned
     """
 
     n_sink: int = 4
     recent_window: int = 64
-    int4_budget: int | float | None = None
+    int4_budget: int | float | str | None = None
+    low_budget: int | float | None = 0
+    low_tier: str = "int2"
+    middle_k_bits: int = 4
+    middle_v_bits: int = 4
+    low_k_bits: int | None = None
+    low_v_bits: int = 2
+    codebook: str | Path | CodebookSet | None = None
+    tau: float | None = None
+    low_tau: float | None = None
     eviction_policy: str = "h2o"
     predictor: str | Path | Predictor | None = None
     head_budgets: bool = True
+    positions: str = "original"
     reassign_every: int = 64
+    chunked_prefill: bool = False
     ema_decay: float = 0.95
     strict: bool = True
+    phase: str | None = None
 
     def __post_init__(self) -> None:
         """Check every option by itself, then together."""
         for name, least in (("n_sink", 0), ("recent_window", 1), ("reassign_every", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not _whole(value) or value < least:
                 raise FadeError(f"{name} {value!r} is not a whole number of at least {least}")
+        for name, choices in (*CHOICES.items(), ("eviction_policy", tuple(POLICIES))):
+            if getattr(self, name) not in choices:
+                allowed = ", ".join(str(choice) for choice in choices)
+                raise FadeError(f"{name} {getattr(self, name)!r} is not one of {allowed}")
         if not 0 < self.ema_decay < 1:
             raise FadeError(f"ema_decay {self.ema_decay!r} is not between 0 and 1")
-        if self.eviction_policy not in POLICIES:
-            raise FadeError(f"eviction_policy {self.eviction_policy!r} is not one of {', '.join(POLICIES)}")
-        _check_budget(self.int4_budget)
+        self._check_bits()
+        self._check_budgets()
+        self._check_parts()
+
+    def _check_bits(self) -> None:
+        for name in ("middle_k_bits", "middle_v_bits", "low_k_bits", "low_v_bits"):
+            value = getattr(self, name)
+            if value not in (2, 4, 8) and (name, value) != ("low_k_bits", None):
+                raise FadeError(f"{name} {value!r} is not 2, 4 or 8")
+        bits = self.bits
+        for low, middle, name in ((bits.low_key, bits.key, "k"), (bits.low_value, bits.value, "v")):
+            if self.has_low_tier and low > middle:
+                raise FadeError(
+                    f"low_{name}_bits {low} is more than middle_{name}_bits {middle}; demotion only takes bits away"
+                )
+        if bits.key == 2 or (self.has_low_tier and self.low_tier == "int2" and bits.low_key == 2):
+            warnings.warn(
+                "2-bit keys cost much quality: K2V2 measured KL .063 to .23 on SmolLM2-135M where K4V2 has .014; "
+                "use 4-bit keys (the default)",
+                stacklevel=4,
+            )
+
+    def _check_budgets(self) -> None:
+        _check_budget("int4_budget", self.int4_budget, TOP_K)
+        _check_budget("low_budget", self.low_budget)
+        if isinstance(self.int4_budget, int) and isinstance(self.low_budget, int):
+            total = self.int4_budget + self.low_budget
+            if 0 < total < self.n_sink:
+                raise FadeError(
+                    f"a budget of {total} tokens is smaller than n_sink {self.n_sink}; raise it, or lower n_sink"
+                )
+        if self.int4_budget is None and self.low_budget != 0:
+            raise FadeError(
+                "int4_budget None takes every token, so low_budget has nothing to hold; give int4_budget (0 for none)"
+            )
+        if self.phase in ("1a", "1b") and self.ranks:
+            raise FadeError(
+                f"phase {self.phase!r} evicts nothing; leave int4_budget at None, or set phase='2'"
+            )
+        for name in ("tau", "low_tau"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise FadeError(f"{name} {value!r} is not a share in (0, 1]")
+            if value is not None and value < 1 and self.int4_budget is None:
+                raise FadeError(
+                    f"{name} {value!r} needs int4_budget, the most that a kv head may keep; try 1.0"
+                )
+            if value is not None and value < 1 and self.eviction_policy == "position":
+                raise FadeError(
+                    f"{name} {value!r} needs scores that are shares; eviction_policy 'position' has none"
+                )
+
+    def _check_parts(self) -> None:
         if self.eviction_policy == "learned" and self.predictor is None:
             raise FadeError(
                 "eviction_policy 'learned' needs a predictor; give predictor='models:/NAME@champion' or a path"
@@ -71,17 +166,46 @@ class FadeConfig:
             raise FadeError(
                 f"predictor is given but eviction_policy is {self.eviction_policy!r}; set eviction_policy='learned'"
             )
+        pq = self.has_low_tier and self.low_tier == "pq"
+        if pq and self.codebook is None:
+            raise FadeError(
+                "low_tier 'pq' needs a codebook; train one with `python -m pipelines.train_codebook`"
+            )
+        if not pq and self.codebook is not None:
+            raise FadeError("codebook is given but no low tier uses it; set low_tier='pq' and low_budget")
 
     @property
-    def evicts(self) -> bool:
-        """Whether anything is ever dropped."""
-        return self.int4_budget is not None
+    def bits(self) -> Bits:
+        """Bits of both tiers; keys of the low tier have those of the INT4 tier, at most 4, unless told otherwise."""
+        low_key = min(self.middle_k_bits, 4) if self.low_k_bits is None else self.low_k_bits
+        return Bits(self.middle_k_bits, self.middle_v_bits, low_key, self.low_v_bits)
 
-    def budget(self, seen: int) -> int | None:
-        """Body tokens that a kv head may keep after ``seen`` tokens, or None for all."""
-        if isinstance(self.int4_budget, float):
-            return int(self.int4_budget * seen)
-        return self.int4_budget
+    @property
+    def has_low_tier(self) -> bool:
+        """Whether tokens can be demoted below the INT4 tier."""
+        return self.low_budget != 0
+
+    @property
+    def low(self) -> Tier:
+        """What the low tier is."""
+        return Tier.PQ if self.low_tier == "pq" else Tier.INT2
+
+    @property
+    def ranks(self) -> bool:
+        """Whether scores decide anything: not when all tokens go to one tier."""
+        return self.int4_budget is not None and not (self.int4_budget == 0 and self.low_budget is None)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """``tau`` and ``low_tau`` with their defaults."""
+        tau, low_tau = (0.9, 0.99) if self.eviction_policy == "adaptive" else (1.0, 1.0)
+        return tau if self.tau is None else self.tau, low_tau if self.low_tau is None else self.low_tau
+
+    def budgets(self, seen: int) -> tuple[int, int] | None:
+        """Body tokens that a kv head may keep in both tiers after ``seen`` tokens, or None: all in INT4."""
+        if self.int4_budget is None:
+            return None
+        return _tokens(self.int4_budget, seen), _tokens(self.low_budget, seen)
 
     def with_options(self, **options: Any) -> FadeConfig:
         """Return a copy with some options changed; an unknown name is refused."""
@@ -93,7 +217,7 @@ class FadeConfig:
     @classmethod
     def safe(cls, **options: Any) -> FadeConfig:
         """Everything kept, the body in 4 bits: about 3.3 times smaller at 2,048 tokens."""
-        return cls(int4_budget=None).with_options(**options)
+        return cls().with_options(**options)
 
     @classmethod
     def balanced(cls, predictor: str | Path | Predictor | None = None, **options: Any) -> FadeConfig:
@@ -108,16 +232,29 @@ class FadeConfig:
     @classmethod
     def _evicting(cls, budget: float, predictor: Any, options: dict[str, Any]) -> FadeConfig:
         policy = "h2o" if predictor is None else "learned"
-        return cls(int4_budget=budget, eviction_policy=policy, predictor=predictor).with_options(**options)
+        return cls(**{"int4_budget": budget, "eviction_policy": policy, "predictor": predictor}).with_options(
+            **options
+        )
 
 
-def _check_budget(budget: Any) -> None:
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _tokens(budget: int | float | str | None, seen: int) -> int:
     if budget is None:
+        return seen
+    if budget == TOP_K:
+        return max(128, int(0.05 * seen))
+    return int(budget * seen) if isinstance(budget, float) else int(budget)
+
+
+def _check_budget(name: str, budget: Any, *words: str) -> None:
+    if budget is None or budget in words:
         return
-    whole = isinstance(budget, int) and not isinstance(budget, bool)
-    if (whole and budget >= 0) or (isinstance(budget, float) and 0 < budget <= 1):
+    if (_whole(budget) and budget >= 0) or (isinstance(budget, float) and 0 < budget <= 1):
         return
     raise FadeError(
-        f"int4_budget {budget!r} is neither a whole number of tokens (at least 0), nor a share of the context "
-        "(a float in (0, 1]), nor None"
+        f"{name} {budget!r} is neither a whole number of tokens (at least 0), nor a share of the context "
+        f"(a float in (0, 1]), nor {' nor '.join([*map(repr, words), 'None'])}"
     )

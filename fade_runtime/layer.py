@@ -1,47 +1,66 @@
-"""One attention layer of the tiered cache: what it holds, and when tokens change tier."""
+"""One attention layer of the tiered cache: transformers' cache contract, attention, and when tokens change tier."""
 
 from __future__ import annotations
 
+import functools
+import time
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from fade_runtime import hf
-from fade_runtime.attention import FullTokens, tiered_attention
+from fade_runtime.attention import tiered_attention
 from fade_runtime.config import FadeConfig
-from fade_runtime.kernels.reference import dequantise
-from fade_runtime.packed import PackedTokens, pack_tokens
 from fade_runtime.policy import Policy, Prompt
-from fade_runtime.tiers import plan_tiers
+from fade_runtime.positions import Positions
+from fade_runtime.store import TokenStore
+from fade_runtime.tiers import Budgets, plan_tiers
 from predictor import rope
 from predictor.errors import FadeError
+
+if TYPE_CHECKING:
+    from fade_runtime.pq import LayerCodebook
+
+Observer = Callable[
+    ["TieredLayer", float], None
+]  # called with a layer and the milliseconds its compression took
 
 
 class TieredLayer(CacheLayerMixin):
     """Sinks and the newest tokens in full precision, the body packed, the rest evicted.
 
     Attributes:
-        full: full-precision tokens: everything until the first compression, then sinks and newest.
-        packed: the body.
-        seen: logical tokens, padding included.
+        store: the tokens by tier; None until the first keys come.
         prompt: logical tokens of the first prompt.
         index: of the layer in the model.
-        pad: [B] slots of left padding in each row.
+        sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
+        observer: told of each compression, or None.
+        last_scores: [T] scores of the last plan, kept only for an observer.
     """
 
     is_sliding = False
     is_croppable = True
 
     def __init__(
-        self, config: FadeConfig, policy: Policy, model_config: Any, rotary: nn.Module | None, index: int = 0
+        self,
+        config: FadeConfig,
+        policy: Policy,
+        model_config: Any,
+        rotary: rope.Rotary | None,
+        index: int = 0,
+        *,
+        codebook: LayerCodebook | None = None,
+        sharers: int = 0,
     ) -> None:
         super().__init__()
-        self.config, self.policy, self.index = config, policy, index
-        self._model_config = model_config
-        self._rotary = weakref.ref(rotary) if rotary is not None else lambda: None
+        self.config, self.policy, self.index, self.sharers = config, policy, index, sharers
+        self._config: Callable[[], Any] = weakref.ref(model_config)
+        self._rotary, self._codebook = rotary, codebook
+        self.observer: Observer | None = None
         self.reset()
 
     # -- the Cache contract of transformers ----------------------------------------------------------------------
@@ -49,38 +68,64 @@ class TieredLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.keys = self.values = None
-        self.full: FullTokens | None = None
-        self.packed: PackedTokens | None = None
-        self.pad: Tensor | None = None
-        self.seen = self.prompt = self.evicted = 0
+        self.store: TokenStore | None = None
+        self.prompt = self._new = self._attended = 0
+        self._held: list[Tensor] = []  # queries [B, Hq, Q, D] of a prompt that comes in chunks
+        self.positions = Positions(self._rotary, self.index, streaming=self.config.positions == "streaming")
+        self._waiting = False  # tokens of several calls wait for the first single token
+        self.last_scores: Tensor | None = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take batch size, heads, dims, dtype and device from the first keys."""
-        batch, heads, _, dim = key_states.shape
+        self.store = TokenStore(
+            self.config, key_states, value_states, state=self._keeps_state, codebook=self._codebook
+        )
         self.device, self.dtype = key_states.device, key_states.dtype
-        slots = torch.zeros(batch, 0, dtype=torch.int32, device=self.device)
-        state = slots.new_zeros(batch, heads, 0, dtype=torch.float32) if self._keeps_state else None
-        self.full = FullTokens(key_states[:, :, :0], value_states[:, :, :0], slots, state)
-        self.packed = PackedTokens.empty(dim, self.device, state=self._keeps_state)
-        self.pad = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take in new tokens [B, H, Q, D]; give back the new ones, or all of them to a foreign attention function."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take in new tokens [B, H, Q, D]; give back the new ones, or all of them to a foreign attention function.
+
+        Raises:
+            FadeError: another batch size, device or dtype than before, or keys or values that are not finite.
+        """
+        self._check(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self._full.key.shape[0]:
-            raise FadeError(
-                f"the batch size changed from {self._full.key.shape[0]} to {key_states.shape[0]}; "
-                "call cache.reset() before another batch"
-            )
-        self._append(key_states, value_states)
-        if hf.is_attached(self._model_config):
-            return hf.hand_over(self, key_states, kwargs.get("kwargs")), value_states
+        self.tokens.append(key_states, value_states)
+        self._new, self._attended = key_states.shape[2], 0
+        call = kwargs.get("kwargs")
+        if hf.is_attached(self._config()):
+            return hf.hand_over(self, key_states, call), value_states
+        self.positions.take(self.tokens, self._new, (call or {}).get("position_ids"))
         key, value = self.materialise()
-        self._compress_if_due(key_states.shape[2])
+        self._compress_if_due()
         return key, value
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        where = f"layer {self.index}"
+        if self.store is not None:
+            held = self.store.full.key
+            if key.shape[0] != held.shape[0]:
+                raise FadeError(
+                    f"the batch size changed from {held.shape[0]} to {key.shape[0]}; "
+                    "call cache.reset() before another batch"
+                )
+            for name in ("device", "dtype"):
+                before, now = getattr(held, name), getattr(key, name)
+                if before != now:
+                    raise FadeError(
+                        f"{where} holds tokens of {name} {before}, the model now gives {now}; call cache.reset()"
+                    )
+        # a GPU would have to be waited for in each layer of each step
+        if key.device.type == "cpu" and not bool((key.sum() + value.sum()).isfinite()):
+            bad = "keys" if not bool(key.isfinite().all()) else "values"
+            if bool(key.isfinite().all()) and bool(value.isfinite().all()):
+                return  # only their sum is out of range
+            raise FadeError(f"{where} was given {bad} that are not finite; check the model's dtype and input")
 
     def get_seq_length(self) -> int:
         """Logical tokens seen, never tokens kept."""
@@ -102,18 +147,12 @@ class TieredLayer(CacheLayerMixin):
         """
         if tokens_to_remove > 0:
             raise FadeError(f"crop({tokens_to_remove}): give a negative number, the tokens to take back")
-        if tokens_to_remove == 0 or not self.is_initialized:
+        if tokens_to_remove == 0 or self.store is None:
             return
-        count = -tokens_to_remove
-        free = len(self._full) - (self.config.n_sink if self._compressed else 0)
-        if count > free:
-            raise FadeError(
-                f"cannot take back {count} tokens: only the newest {free} are in full precision; raise recent_window"
-            )
-        keep = torch.arange(len(self._full) - count, device=self.device)
-        self.full = self._full_columns(keep.expand(self._full.slots.shape[0], -1))
-        self.seen -= count
+        self.store.take_back(-tokens_to_remove)
         self.prompt = min(self.prompt, self.seen)
+        if self._held:
+            self._held = [torch.cat(self._held, dim=2)[:, :, :tokens_to_remove]]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch (beam search)."""
@@ -121,174 +160,200 @@ class TieredLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep rows of the batch, in the given order, as often as named."""
-        if not self.is_initialized:
+        if self.store is None:
             return
-        full, heads = self._full, self._full.key.shape[1]
-        index = torch.arange(full.key.shape[0], device=self.device)[indices.to(self.device)]  # bool masks too
-        if torch.equal(index, torch.arange(full.key.shape[0], device=self.device)):
-            return
-        state = None if full.state is None else full.state[index]
-        self.full = FullTokens(full.key[index], full.value[index], full.slots[index], state)
-        self.pad = self._pad[index]
-        rows = (index[:, None] * heads + torch.arange(heads, device=self.device)).flatten()
-        self.packed = self._packed.select_rows(rows)
+        every = torch.arange(len(self.store.pad), device=self.device)
+        index = every[indices.to(self.device)]  # bool masks too
+        if not torch.equal(index, every):
+            self.store.select(index)
+            self._held = [query[index] for query in self._held]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        if self.is_initialized:
-            rows = torch.arange(self._full.key.shape[0], device=self.device)
+        if self.store is not None:
+            rows = torch.arange(len(self.store.pad), device=self.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Refuse: packed tokens stay on their device."""
-        raise FadeError("the tiered cache does not offload layers; use an offloaded DynamicCache or a smaller budget")
+        raise FadeError(
+            "the tiered cache does not offload layers; use an offloaded DynamicCache or a smaller budget"
+        )
 
     prefetch = offload
 
     # -- attention -----------------------------------------------------------------------------------------------
 
-    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Attention of the queries [B, Hq, Q, D] that belong to the last ``update``: [B, Q, Hq, D].
 
         While nothing has left full precision this is transformers' own SDPA on the same tensors.
         """
-        steps = query.shape[2]
-        first = self.seen - steps
-        weights = self.policy.weights(steps, self.device) if self._keeps_state else None
-        starts = first == 0
+        store, self._attended = self.tokens, self._attended + 1
+        first_call = self._attended == 1  # the layer's own; the others come from layers that share its tokens
+        if first_call:
+            self._note_padding(mask, position_ids)
+            self.positions.take(store, self._new, position_ids)
+            if self._waiting and self._new == 1:
+                self._end_prompt(scaling)
+        weights = self.policy.weights(self._new, self.device) if self._keeps_state and first_call else None
+        starts = store.seen == self._new
+        if first_call and (starts or self._held) and self._new > 1 and self.config.chunked_prefill:
+            self._held.append(query if self._keeps_state else query[:, :, :0])
         out: Tensor | None = None
-        if starts or not self._compressed:
-            out = hf.dense_attention(module, query, self._full.key, self._full.value, mask, scaling)
-        if starts:
-            self._start(query, mask, scaling)
-        elif out is None or weights is not None:
-            tiered, to_full, to_packed = tiered_attention(
-                query, self._full, self._packed, scaling=scaling, first=first, mask=mask, weights=weights
-            )
+        if not store.compressed:
+            key = self.positions.full_key(store)
+            out = hf.dense_attention(module, query, key, store.full.value, mask, scaling, softcap)
+        if starts and first_call and not self._held:
+            self._begin(query, scaling, upto=self.seen)
+        elif out is None or (weights is not None and not self._held):
+            tiered, to_full, to_body = self._tiered(query, mask, scaling, softcap, weights)
             out = tiered.transpose(1, 2) if out is None else out
-            if weights is not None:
-                self._fold(to_full, to_packed, steps)
-        self._compress_if_due(steps)
+            if to_full is not None:
+                self._fold(to_full, to_body)
+        if self._attended == 1 + self.sharers:
+            self.positions.newest = None
+            self._compress_if_due()
         assert out is not None
         return out
 
-    def _start(self, query: Tensor, mask: Tensor | None, scaling: float) -> None:
-        """Padding and first statistics, from the prompt."""
-        full = self._full
-        self.prompt = self.seen
-        if mask is not None:
-            last = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
-            pad = torch.where(last.any(-1), last.int().argmax(-1), self.seen)
-            self.pad = pad.expand(full.key.shape[0]).clone()
+    def _tiered(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Attention over all tiers, and the statistics of it."""
+        store = self.tokens
+        query, full, parts = self.positions.read(store, query)
+        return tiered_attention(
+            query,
+            full,
+            parts,
+            scaling=scaling,
+            first=store.seen - query.shape[2],
+            mask=mask,
+            weights=weights,
+            softcap=softcap,
+        )
+
+    def _fold(self, to_full: Tensor, to_body: list[Tensor]) -> None:
+        """Decay the statistics by the new steps and add the attention that came with them."""
+        decay = (self.policy.decay or 1.0) ** self._new
+        body = [tokens.state for tokens in self.tokens.body() if len(tokens)]
+        for state, received in zip((self.tokens.full.state, *body), (to_full, *to_body)):
+            assert state is not None
+            state.mul_(decay).add_(received)
+
+    def _begin(self, query: Tensor, scaling: float, upto: int) -> None:
+        """First statistics, from the queries of the whole prompt."""
+        store, full = self.tokens, self.tokens.full
+        self.prompt = upto
         if full.state is None:
             return
-        for row, pad in enumerate(self._pad.tolist()):
-            if pad == self.seen:
+        key = self.positions.full_key(store)[:, :, :upto]
+        table = functools.partial(self.positions.first, device=key.device)
+        for row, pad in enumerate(store.pad.tolist()):
+            if pad >= upto:
                 continue
-            prompt = Prompt(query[row, :, pad:], full.key[row, :, pad:], full.value[row, :, pad:], scaling, self._table)
+            value = full.value[row, :, pad:upto]
+            prompt = Prompt(query[row, :, pad:], key[row, :, pad:], value, scaling, table)
             state = self.policy.start(prompt)
             if state is not None:
-                full.state[row, :, pad:] = state
+                full.state[row, :, pad:upto] = state
 
-    def _table(self, slots: int) -> rope.Table | None:
-        return rope.rotary_table(self._rotary(), torch.arange(slots, device=self.device))
+    def _end_prompt(self, scaling: float) -> None:
+        """Do what waited for the first single token: compress all that came before it."""
+        upto = self.seen - 1
+        if self._held:
+            self._begin(torch.cat(self._held, dim=2), scaling, upto)
+            self._held = []
+        self._waiting = False
+        if self._beyond(upto) >= 1:
+            self.compress(upto)
 
-    def _fold(self, to_full: Tensor | None, to_packed: Tensor | None, steps: int) -> None:
-        """Decay the statistics by the new steps and add the attention that came with them."""
-        decay = (self.policy.decay or 1.0) ** steps
-        full, packed = self._full, self._packed
-        for state, received in ((full.state, to_full), (packed.state, to_packed)):
-            assert state is not None
-            assert received is not None
-            state.mul_(decay).add_(received)
+    def _note_padding(self, mask: Tensor | None, position_ids: Tensor | None) -> None:
+        """Learn from the first calls where each row begins, and how far its positions lag behind its slots."""
+        store = self.tokens
+        if store.compressed or not (store.seen == self._new or self._held or self._waiting):
+            return
+        if mask is not None:
+            last = mask[:, 0, -1]  # [B, S]
+            visible = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+            pad = torch.where(visible.any(-1), visible.int().argmax(-1), self.seen)
+            store.pad = pad.expand(len(store.pad)).clone()
+        if position_ids is not None:
+            last = position_ids.reshape(-1, *position_ids.shape[-2:])[0][:, -1]
+            store.shift = (self.seen - 1 - last).expand(len(store.pad)).clone()
 
     # -- tiers ---------------------------------------------------------------------------------------------------
 
-    def _append(self, key: Tensor, value: Tensor) -> None:
-        full = self._full
-        batch, heads, steps, _ = key.shape
-        slots = torch.arange(self.seen, self.seen + steps, dtype=torch.int32, device=self.device)
-        state = full.state
-        if state is not None:
-            state = torch.cat((state, state.new_zeros(batch, heads, steps)), dim=2)
-        self.full = FullTokens(
-            torch.cat((full.key, key), dim=2),
-            torch.cat((full.value, value), dim=2),
-            torch.cat((full.slots, slots.expand(batch, -1)), dim=1),
-            state,
-        )
-        self.seen += steps
+    def _beyond(self, upto: int) -> int:
+        """Tokens in full precision that are neither sinks nor in the window."""
+        return len(self.tokens.full) - (self.seen - upto) - self.config.n_sink - self.config.recent_window
 
-    def _compress_if_due(self, steps: int) -> None:
+    def _compress_if_due(self) -> None:
         """At the end of a prompt at once; while decoding when enough tokens have left the window."""
-        beyond = len(self._full) - self.config.n_sink - self.config.recent_window
-        prompt = steps == self.seen or steps >= self.config.reassign_every
-        if beyond >= (1 if prompt else self.config.reassign_every):
+        prompt = self._new == self.seen or self._new >= self.config.reassign_every
+        if self.config.chunked_prefill and self._new > 1:
+            self._waiting = True
+        elif self._beyond(self.seen) >= (1 if prompt else self.config.reassign_every):
             self.compress()
 
-    def compress(self) -> None:
-        """Move what has left the window into the body, within the budget; evict the rest."""
-        full = self._full
-        _, heads, columns, dim = full.key.shape
-        from_recent = self.seen - self.config.recent_window
-        leaving = (full.slots >= self._pad[:, None] + self.config.n_sink) & (full.slots < from_recent)  # [B, n]
-        row, column = leaving[:, None].expand(-1, heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
-        slot = full.slots[row // heads, column].long()
-        state = None if full.state is None else full.state.reshape(-1, columns)[row, column]
-        staying = self._staying(from_recent)
+    def compress(self, upto: int | None = None) -> None:
+        """Move what has left the window into the body, within the budgets; evict the rest.
 
-        kept_old, kept_new = self._choose(row, slot, state)
-        packed = self._packed if kept_old is None else self._packed.keep(kept_old)
-        if kept_new is not None:
-            row, column, slot = row[kept_new], column[kept_new], slot[kept_new]
-            state = None if state is None else state[kept_new]
-        key, value = (t.reshape(-1, columns, dim)[row, column] for t in (full.key, full.value))
-        self.packed = packed.join(pack_tokens(key, value, row, slot, state))
-        self.full = self._full_columns(staying)
+        Args:
+            upto: logical tokens that count as seen; all by default.
+        """
+        upto = self.seen if upto is None else upto
+        started = time.perf_counter()
+        self.tokens.compress(upto, functools.partial(self._plan, upto), self.positions.unrotated)
+        if self.observer is not None:
+            self.observer(self, 1e3 * (time.perf_counter() - started))
+            self.last_scores = None
 
-    def _choose(self, row: Tensor, slot: Tensor, state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Which packed and which leaving tokens stay: [T] and [new] bool, or None for all."""
-        if not self.config.evicts:
-            return None, None
-        packed, heads = self._packed, self._full.key.shape[1]
-        rows = torch.cat((packed.token_row(), row))
-        slots = torch.cat((packed.slots(), slot))
-        states = slots.float() if state is None or packed.state is None else torch.cat((packed.state, state))
-        lengths = (self.seen - self._pad).tolist()  # padding earns no budget
-        budgets = torch.tensor([budget for n in lengths for budget in self._budgets(n, heads)], device=self.device)
-        order = rows.argsort(stable=True)
-        scores = self.policy.score(states[order], slots[order], self.seen, self.prompt)
-        plan = plan_tiers(scores, rows[order], budgets)
-        kept = torch.empty_like(plan.kept())
-        kept[order] = plan.kept()
-        self.evicted += int((~kept).sum())
-        return kept[: len(packed)], kept[len(packed) :]
+    def _plan(self, upto: int, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
+        """Tiers [T] of body tokens by score and budget."""
+        config, low = self.config, self.config.low
+        if not config.ranks:
+            return now if config.int4_budget is None else torch.full_like(now, int(low))
+        scores = self.policy.score(slots.float() if state is None else state, slots, upto, self.prompt)
+        if self.observer is not None:
+            self.last_scores = scores
+        return plan_tiers(
+            scores, rows, self._budgets(upto), slots=slots, tiers=now, low_tier=low
+        ).tiers.long()
 
-    def _budgets(self, length: int, heads: int) -> list[int]:
-        """Body tokens that each kv head may keep of a sequence of ``length``."""
-        budget = self.config.budget(length)
-        assert budget is not None
-        shares = self.policy.head_shares(self.index, budget / max(length, 1))
-        return [budget] * heads if shares is None else [round(share * length) for share in shares]
-
-    def _staying(self, from_recent: int) -> Tensor:
-        """Columns [B, n_sink + window] of the full-precision tokens that stay; -1 where a short row has none."""
-        full = self._full
-        sinks = self._pad[:, None] + torch.arange(self.config.n_sink, device=self.device)  # [B, n_sink] slots
-        found = full.slots[:, None, :] == sinks[:, :, None]
-        there = found.any(-1) & (sinks < from_recent)
-        sinks = torch.where(there, found.int().argmax(-1), -1)
-        recent = torch.arange(len(full) - min(self.config.recent_window, len(full)), len(full), device=self.device)
-        return torch.cat((sinks, recent.expand(sinks.shape[0], -1)), dim=1)
-
-    def _full_columns(self, columns: Tensor) -> FullTokens:
-        """Full-precision tokens at ``columns`` [B, n] (-1: a hole), copied."""
-        full = self._full
-        index = columns.clamp(min=0)
-        wide = index[:, None, :, None].expand(-1, full.key.shape[1], -1, full.key.shape[3])
-        slots = full.slots.gather(1, index).masked_fill(columns < 0, -1)
-        state = None if full.state is None else full.state.gather(2, wide[..., 0])
-        return FullTokens(full.key.gather(2, wide), full.value.gather(2, wide), slots, state)
+    def _budgets(self, upto: int) -> Budgets:
+        """Of each row (batch x kv head); padding earns none."""
+        int4: list[int] = []
+        low: list[int] = []
+        for length in (upto - self.tokens.pad).tolist():
+            given = self.config.budgets(length)
+            assert given is not None
+            total = sum(given)
+            shares = self.policy.head_shares(self.index, min(total, length) / max(length, 1))
+            totals = (
+                [total] * self.tokens.heads if shares is None else [round(share * length) for share in shares]
+            )
+            high = [given[0] if shares is None else round(each * given[0] / max(total, 1)) for each in totals]
+            int4 += high
+            low += [each - some for each, some in zip(totals, high)]
+        tau, low_tau = self.config.shares
+        return Budgets(
+            torch.tensor(int4, device=self.device), torch.tensor(low, device=self.device), tau, low_tau
+        )
 
     def materialise(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H, S, D] in the model's dtype, for a foreign attention function; nothing is kept.
@@ -296,48 +361,35 @@ class TieredLayer(CacheLayerMixin):
         Raises:
             FadeError: something was evicted; a foreign attention function could not skip it.
         """
-        full, packed = self._full, self._packed
-        if not self._compressed:
-            return full.key, full.value
-        if self.evicted:
+        store = self.tokens
+        key = self.positions.full_key(store)
+        if not store.compressed:
+            return key, store.full.value
+        if store.evicted:
             raise FadeError(
-                f"attention implementation {self._model_config._attn_implementation!r} cannot skip evicted tokens; "
+                f"attention implementation {self._config()._attn_implementation!r} cannot skip evicted tokens; "
                 "set it back to 'fade' or use FadeConfig.safe()"
             )
-        batch, heads, _, dim = full.key.shape
-        row, slot = packed.token_row(), packed.slots()
-        there = full.slots >= 0
-        result = []
-        for stored, body in zip((full.key, full.value), dequantise(packed, self.dtype), strict=True):
-            out = stored.new_zeros(batch, heads, self.seen, dim)
-            out.view(-1, self.seen, dim)[row, slot] = body
-            at, column = there.nonzero(as_tuple=True)
-            out[at, :, full.slots[at, column].long()] = stored[at, :, column]
-            result.append(out)
-        return result[0], result[1]
+        return store.dense(key, self.positions.original)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
     @property
-    def _full(self) -> FullTokens:
-        assert self.full is not None
-        return self.full
+    def tokens(self) -> TokenStore:
+        """The store of a layer that has begun."""
+        assert self.store is not None
+        return self.store
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that the layer holds, by its name."""
+        held = {f"{index}.queries": query for index, query in enumerate(self._held)}
+        return held if self.store is None else {**self.store.tensors(), **held}
 
     @property
-    def _packed(self) -> PackedTokens:
-        assert self.packed is not None
-        return self.packed
-
-    @property
-    def _pad(self) -> Tensor:
-        assert self.pad is not None
-        return self.pad
+    def seen(self) -> int:
+        """Logical tokens, padding included."""
+        return 0 if self.store is None else self.store.seen
 
     @property
     def _keeps_state(self) -> bool:
-        return self.config.evicts and self.policy.decay is not None
-
-    @property
-    def _compressed(self) -> bool:
-        """Whether any token has left full precision."""
-        return len(self._packed) > 0 or self.evicted > 0 or len(self._full) < self.seen
+        return self.config.ranks and self.policy.decay is not None

@@ -47,6 +47,10 @@ class Policy:
     decay: float | None = None  # of the state, per step; None: no statistics
     gain: float = 1.0
 
+    def __deepcopy__(self, memo: object) -> Policy:
+        """A policy knows nothing of any text: copies of a cache share it."""
+        return self
+
     def start(self, prompt: Prompt) -> Tensor | None:
         """State [H, S] float32 after the prompt, or None."""
         return None
@@ -112,6 +116,12 @@ class Ema(Policy):
         return state / torch.where(slots < prompt, 1.0, started)
 
 
+class Adaptive(Ema):
+    """The moving average again; the cache fills its tiers by shares of it (``tau``), not by counts."""
+
+    name = "adaptive"
+
+
 class Learned(Ema):
     """A predictor's forecast of attention over the coming steps, which decoding then corrects."""
 
@@ -164,5 +174,6 @@ POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
     "position": lambda options: Policy(),
     "h2o": lambda options: H2O(),
     "ema": lambda options: Ema(options.ema_decay),
+    "adaptive": lambda options: Adaptive(options.ema_decay),
     "learned": _learned,
 }

@@ -1,7 +1,7 @@
 """The storage format in plain torch: rotation, groups, codes. Kernels must agree with this file.
 
-A body token is stored after a Hadamard rotation over the head dim, asymmetrically in 4 bits: keys share a scale per
-channel over a page of up to 64 kept tokens, values share a scale per token over groups of channels.
+A body token is stored after a Hadamard rotation over the head dim, asymmetrically in 2, 4 or 8 bits: keys share a
+scale per channel over a page of up to 64 kept tokens, values share a scale per token over groups of channels.
 """
 
 from __future__ import annotations
@@ -63,6 +63,27 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     return torch.cat([(packed >> shift) & LEVELS[bits] for shift in range(0, 8, bits)], dim=-1)
+
+
+def recode(packed: Tensor, bits: int, fewer: int) -> Tensor:
+    """Demote packed codes to fewer bits: uint8 [..., D * bits / 8] -> uint8 [..., D * fewer / 8].
+
+    Level c of the few stands for level ``c * ratio(bits, fewer)`` of the many. The ratio is odd, so the result is what
+    quantising the original to the few bits at once would have given.
+
+    Example:
+        >>> unpack(recode(pack(torch.tensor([0, 2, 3, 15], dtype=torch.uint8), 4), 4, 2), 2).tolist()  # ratio 5
+        [0, 0, 1, 3]
+    """
+    if bits == fewer:
+        return packed
+    step = ratio(bits, fewer)
+    return pack(((unpack(packed, bits).short() + step // 2) // step).byte(), fewer)
+
+
+def ratio(bits: int, fewer: int) -> int:
+    """Levels of ``bits`` per level of ``fewer`` bits: 5 from 4 to 2, 17 from 8 to 4, 85 from 8 to 2."""
+    return LEVELS[bits] // LEVELS[fewer]
 
 
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:

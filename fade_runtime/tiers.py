@@ -12,11 +12,29 @@ from predictor.errors import FadeError
 
 
 class Tier(IntEnum):
-    """Where a token is; FP16 means the model's own dtype."""
+    """Where a token is; FP16 means the model's own dtype. A token only ever moves to a higher number."""
 
     FP16 = 0
     INT4 = 1
-    EVICTED = 2
+    INT2 = 2
+    PQ = 3
+    EVICTED = 4
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What each row may keep in the body.
+
+    Attributes:
+        int4, low: [R] int64 tokens in the INT4 tier and in the low tier.
+        tau, low_tau: a row keeps no more tokens in the INT4 tier than hold the share ``tau`` of its score, and no
+            more in both tiers than hold ``low_tau``; 1 for no such limit.
+    """
+
+    int4: Tensor
+    low: Tensor
+    tau: float = 1.0
+    low_tau: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -31,27 +49,36 @@ class TierPlan:
     tiers: Tensor
     rows: Tensor
 
-    def kept(self) -> Tensor:
-        """[T] bool: the tokens that stay."""
-        return self.tiers != Tier.EVICTED
+    def count(self, tier: Tier, rows: int) -> Tensor:
+        """[R] tokens of each row in a tier."""
+        return torch.bincount(self.rows[self.tiers == tier], minlength=rows)
 
-    def check(self, budgets: Tensor | None) -> None:
+    def check(self, budgets: Budgets | None, low_tier: Tier = Tier.INT2) -> None:
         """Hold the plan to its budgets.
 
         Args:
-            budgets: [R] tokens that a row may keep, or None for all.
+            budgets: of the rows, or None for all in INT4.
+            low_tier: what the low tier is.
 
         Raises:
-            FadeError: a row keeps more than its budget, or a token has no body tier.
+            FadeError: a row keeps more than a budget, or a token has no body tier.
         """
-        if self.tiers.shape != self.rows.shape or bool((self.tiers < Tier.INT4).any()):
-            raise FadeError("a tier plan must give each body token exactly one of INT4 and EVICTED")
+        known = torch.isin(
+            self.tiers, torch.tensor([Tier.INT4, low_tier, Tier.EVICTED], device=self.tiers.device)
+        )
+        if self.tiers.shape != self.rows.shape or not bool(known.all()):
+            raise FadeError(
+                f"a tier plan must give each body token exactly one of INT4, {low_tier.name} and EVICTED"
+            )
         if budgets is None:
             return
-        kept = torch.bincount(self.rows[self.kept()], minlength=len(budgets))
-        if bool((kept > budgets).any()):
-            row = int((kept > budgets).nonzero()[0])
-            raise FadeError(f"row {row} keeps {int(kept[row])} tokens, over its budget of {int(budgets[row])}")
+        for tier, budget in ((Tier.INT4, budgets.int4), (low_tier, budgets.low)):
+            kept = self.count(tier, len(budget))
+            if bool((kept > budget).any()):
+                row = int((kept > budget).nonzero()[0])
+                raise FadeError(
+                    f"row {row} keeps {int(kept[row])} tokens in {tier.name}, over its budget of {int(budget[row])}"
+                )
 
 
 def rank_in_row(rows: Tensor) -> Tensor:
@@ -66,25 +93,79 @@ def rank_in_row(rows: Tensor) -> Tensor:
     return torch.arange(len(rows), device=rows.device) - (starts[rows] if len(rows) else 0)
 
 
-def plan_tiers(scores: Tensor | None, rows: Tensor, budgets: Tensor | None) -> TierPlan:
-    """Keep the best tokens of each row within its budget; ties go to the later token.
+def plan_tiers(
+    scores: Tensor | None,
+    rows: Tensor,
+    budgets: Budgets | None,
+    *,
+    slots: Tensor | None = None,
+    tiers: Tensor | None = None,
+    low_tier: Tier = Tier.INT2,
+) -> TierPlan:
+    """Keep the best tokens of each row: first in the INT4 tier, then in the low tier; evict the rest.
+
+    Demotion is one way, so a token that is low already competes for the low tier only.
 
     Args:
-        scores: [T] importance scores, higher = keep; None only when nothing is evicted.
-        rows: [T] row of each token, sorted ascending, slots ascending within a row.
-        budgets: [R] tokens that a row may keep, or None for all.
+        scores: [T] importance scores, higher = keep; None only when every token fits the INT4 tier.
+        rows: [T] row of each token.
+        budgets: of the rows, or None: all in INT4.
+        slots: [T] logical slots: equal scores go to the later token; None: the order given is the order in time.
+        tiers: [T] where the tokens are now; None: none is low yet.
+        low_tier: what the low tier is, INT2 or PQ.
 
     Example:
-        >>> plan = plan_tiers(torch.tensor([.1, .9, .5, .2]), torch.tensor([0, 0, 0, 1]), torch.tensor([2, 1]))
-        >>> plan.kept().tolist()
-        [False, True, True, True]
+        >>> plan = plan_tiers(torch.tensor([.1, .9, .5, .2]), torch.tensor([0, 0, 0, 1]),
+        ...                   Budgets(int4=torch.tensor([1, 1]), low=torch.tensor([1, 0])))
+        >>> [Tier(t).name for t in plan.tiers]
+        ['EVICTED', 'INT4', 'INT2', 'INT4']
     """
-    tiers = torch.full_like(rows, Tier.INT4, dtype=torch.int8)
-    if budgets is not None and bool((torch.bincount(rows, minlength=len(budgets)) > budgets).any()):
-        if scores is None:
-            raise FadeError("tokens exceed the budget but no policy scored them; set eviction_policy")
-        later_first = torch.arange(len(rows) - 1, -1, -1, device=rows.device)
-        order = later_first[scores[later_first].argsort(descending=True, stable=True)]
-        order = order[rows[order].argsort(stable=True)]  # by row, best first
-        tiers[order[rank_in_row(rows[order]) >= budgets[rows[order]]]] = Tier.EVICTED
-    return TierPlan(tiers, rows)
+    now = torch.full_like(rows, Tier.INT4, dtype=torch.int8) if tiers is None else tiers.to(torch.int8)
+    if budgets is None:
+        return TierPlan(now, rows)
+    can_stay = now <= Tier.INT4
+    limited = budgets.tau < 1 or budgets.low_tau < 1
+    counts = torch.bincount(rows[can_stay], minlength=len(budgets.int4))
+    if bool(can_stay.all()) and bool((counts <= budgets.int4).all()) and not limited:
+        return TierPlan(now, rows)
+    if scores is None:
+        raise FadeError("tokens exceed the budget but no policy scored them; set eviction_policy")
+    order = _best_first(scores, rows, torch.arange(len(rows), device=rows.device) if slots is None else slots)
+    row, ranked = rows[order], scores[order]
+    within = _share_before(ranked, row, len(budgets.int4)) if limited else torch.zeros_like(ranked)
+    fits = can_stay[order] & (within < budgets.tau)
+    int4 = fits & (_rank_among(fits, row) < budgets.int4[row])
+    rest = ~int4 & (within < budgets.low_tau)
+    low = rest & (_rank_among(rest, row) < budgets.low[row])
+    planned = torch.full_like(now, Tier.EVICTED)
+    planned[order[int4]], planned[order[low]] = int(Tier.INT4), int(low_tier)
+    return TierPlan(planned, rows)
+
+
+def _best_first(scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Indices by row, best first, the later of equals first."""
+    order = slots.argsort(descending=True, stable=True)
+    order = order[scores[order].argsort(descending=True, stable=True)]
+    return order[rows[order].argsort(stable=True)]
+
+
+def _rank_among(chosen: Tensor, rows: Tensor) -> Tensor:
+    """[T] how many chosen elements of the same row come before each, for sorted ``rows``."""
+    before = chosen.long().cumsum(0) - chosen.long()
+    return before - before[torch.arange(len(rows), device=rows.device) - rank_in_row(rows)]
+
+
+def _share_before(scores: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[T] share of its row's score that the better tokens hold, for tokens best first in sorted ``rows``.
+
+    Raises:
+        FadeError: scores that are not shares.
+    """
+    if bool((scores < 0).any()):
+        raise FadeError(
+            "tau needs a score that is a share of attention: use eviction_policy h2o, ema or learned"
+        )
+    sums = torch.zeros(count, dtype=torch.float64, device=scores.device).index_add_(0, rows, scores.double())
+    before = scores.double().cumsum(0) - scores.double()
+    start = before[torch.arange(len(rows), device=rows.device) - rank_in_row(rows)] if len(rows) else before
+    return ((before - start) / sums[rows].clamp(min=torch.finfo(torch.float64).tiny)).float()

@@ -138,7 +138,7 @@ class _Run:
             full = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
             return full * 2 // width, full * 2 // width
         report = self.cache.memory_report()
-        exact = [t for layer in self.cache.tiered for t in (layer.full.key, layer.full.value)]
+        exact = [t for layer in self.cache.tiered for t in (layer.tokens.full.key, layer.tokens.full.value)]
         stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in exact}
         spared = sum(stored.values()) * (width - 2) // width
         return report["resident_bytes"] - spared, report["full_bytes"] * 2 // width

@@ -1,4 +1,4 @@
-"""Attention over packed tokens in plain torch, a few pages at a time.
+"""Attention over stored tokens in plain torch, a few pages at a time.
 
 Scales never touch the codes: a page's key scale is folded into the query, a token's value scale into its probability.
 Only the codes of :data:`PAGES_AT_ONCE` pages are unpacked at any moment.
@@ -6,15 +6,77 @@ Only the codes of :data:`PAGES_AT_ONCE` pages are unpacked at any moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fade_runtime import quant
-from fade_runtime.packed import BITS, PackedTokens
+from fade_runtime.packed import PackedTokens
+from predictor import rope
 
 PAGES_AT_ONCE = 48
+TOKENS_AT_ONCE = 1024
+
+
+class Decodes(Protocol):
+    """Stored tokens that are read by decoding a few at a time (product quantisation)."""
+
+    def __len__(self) -> int:
+        """Tokens over all rows."""
+
+    def token_row(self) -> Tensor:
+        """[T] int64: the row of each token."""
+
+    def slots(self) -> Tensor:
+        """[T] int64: the logical slot of each token."""
+
+    def decode_keys(self, tokens: slice) -> Tensor:
+        """Keys [t, D] float32."""
+
+    def decode_values(self, tokens: slice) -> Tensor:
+        """Values [t, D] float32."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Stored tokens as attention is to read them.
+
+    Attributes:
+        tokens: T of them.
+        table, positions: keys are stored un-rotated; rotate token t to ``table[positions[t]]`` ([T] int64). None:
+            keys are read as they are.
+        bias: [T, Q] added to the scores, or None.
+    """
+
+    tokens: PackedTokens | Decodes
+    table: rope.Table | None = None
+    positions: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class _Unpacked:
+    """Codes of both tiers of packed tokens, a few at a time, in units of the INT4 tier's scale."""
+
+    def __init__(self, packed: PackedTokens, name: str) -> None:
+        self.high, self.low = getattr(packed, f"{name}_codes"), getattr(packed, f"low_{name}_codes")
+        self.bits, self.low_bits = getattr(packed.bits, name), getattr(packed.bits, f"low_{name}")
+        self.is_low = packed.low() if len(self.low) else None
+        if self.is_low is not None:
+            self.place = torch.where(self.is_low, self.is_low.cumsum(0), (~self.is_low).cumsum(0)) - 1
+
+    def __call__(self, tokens: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """[t, D]."""
+        if self.is_low is None:
+            return quant.unpack(self.high[tokens], self.bits).to(dtype)
+        is_low, place = self.is_low[tokens], self.place[tokens]
+        few = quant.unpack(self.low[place[is_low]], self.low_bits).to(dtype)
+        out = few.new_empty(len(place), few.shape[1])
+        out[is_low] = few * quant.ratio(self.bits, self.low_bits)
+        out[~is_low] = quant.unpack(self.high[place[~is_low]], self.bits).to(dtype)
+        return out
 
 
 def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, Tensor, slice]]:
@@ -31,9 +93,9 @@ def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, T
         yield pages, None if dense else (begins + steps).clamp(max=tokens.stop - 1), real, tokens
 
 
-def _unpack(codes: Tensor, index: Tensor | None, tokens: slice, dtype: torch.dtype) -> Tensor:
-    chosen = codes[tokens].unflatten(0, (-1, quant.PAGE)) if index is None else codes[index]
-    return quant.unpack(chosen, BITS).to(dtype)  # [p, 64, D]
+def _by_page(codes: _Unpacked, index: Tensor | None, tokens: slice, dtype: torch.dtype) -> Tensor:
+    chosen = codes(tokens if index is None else index.flatten(), dtype)
+    return chosen.unflatten(0, (-1, quant.PAGE))  # [p, 64, D]
 
 
 def packed_scores(query: Tensor, packed: PackedTokens) -> Tensor:
@@ -47,11 +109,12 @@ def packed_scores(query: Tensor, packed: PackedTokens) -> Tensor:
         [T, Q] in the query's dtype.
     """
     scores = query.new_empty(len(packed), query.shape[1])
+    unpacked = _Unpacked(packed, "key")
     for pages, index, real, tokens in _page_chunks(packed):
         mine = query[packed.page_row[pages].long()]  # [p, Q, D]
         folded = mine * packed.key_scale[pages, None].to(query.dtype)
         offset = mine @ packed.key_zero[pages, :, None].to(query.dtype)  # [p, Q, 1]
-        codes = _unpack(packed.key_codes, index, tokens, query.dtype)
+        codes = _by_page(unpacked, index, tokens, query.dtype)
         block = (folded @ codes.transpose(1, 2) + offset).transpose(1, 2)  # [p, 64, Q]
         scores[tokens] = block.flatten(0, 1) if index is None else block[real]
     return scores
@@ -66,18 +129,20 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
     Returns:
         [R, Q, D] in the dtype of ``probs``, Hadamard-rotated.
     """
-    dim = packed.key_scale.shape[1]
-    groups = packed.value_scale.shape[1]
+    dim, groups = packed.value_codes.shape[1] * 8 // packed.bits.value, packed.value_scale.shape[1]
     out = probs.new_zeros(rows, probs.shape[1], groups, dim // groups)
+    unpacked = _Unpacked(packed, "value")
     for pages, index, real, tokens in _page_chunks(packed):
         chosen = tokens if index is None else index
         weights, scale, zero = (
-            t[chosen].to(probs.dtype).unflatten(0, (-1, quant.PAGE)) if index is None else t[chosen].to(probs.dtype)
+            t[chosen].to(probs.dtype).unflatten(0, (-1, quant.PAGE))
+            if index is None
+            else t[chosen].to(probs.dtype)
             for t in (probs, packed.value_scale, packed.value_zero)
         )
         if index is not None:
             weights = weights * real[..., None]
-        codes = _unpack(packed.value_codes, index, tokens, probs.dtype).unflatten(-1, (groups, -1))
+        codes = _by_page(unpacked, index, tokens, probs.dtype).unflatten(-1, (groups, -1))
         folded = torch.einsum("ptq,ptn->pnqt", weights, scale)
         block = folded @ codes.permute(0, 2, 1, 3)  # [p, groups, Q, D / groups]
         block = block + torch.einsum("ptq,ptn->pnq", weights, zero)[..., None]
@@ -85,64 +150,131 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
     return out.flatten(2)
 
 
+def part_scores(query: Tensor, part: Part) -> Tensor:
+    """Dot products [T, Q] of each row's queries [R, Q, D] with the row's tokens of a part, its bias left out."""
+    stored = part.tokens
+    if isinstance(stored, PackedTokens) and part.table is None:
+        return packed_scores(quant.hadamard(query), stored)
+    row = stored.token_row()
+    scores = query.new_empty(len(stored), query.shape[1])
+    decode = _packed_keys(stored) if isinstance(stored, PackedTokens) else stored.decode_keys
+    for at in range(0, len(stored), TOKENS_AT_ONCE):
+        tokens = slice(at, at + TOKENS_AT_ONCE)
+        key = decode(tokens)  # [t, D] float32
+        if part.table is not None:
+            assert part.positions is not None
+            key = rope.rotate(key, part.table[part.positions[tokens]])
+        scores[tokens] = torch.einsum("tqd,td->tq", query[row[tokens]], key.to(query.dtype))
+    return scores
+
+
+def part_values(probs: Tensor, part: Part, rows: int) -> Tensor:
+    """Sums [R, Q, D] of each row's values of a part, weighted by ``probs`` [T, Q]."""
+    stored = part.tokens
+    if isinstance(stored, PackedTokens):
+        return quant.hadamard(packed_values(probs, stored, rows))
+    row = stored.token_row()
+    out = probs.new_zeros(rows, probs.shape[1], stored.decode_values(slice(0, 0)).shape[1])
+    for at in range(0, len(stored), TOKENS_AT_ONCE):
+        tokens = slice(at, at + TOKENS_AT_ONCE)
+        value = stored.decode_values(tokens).to(probs.dtype)  # [t, D]
+        out.index_add_(0, row[tokens], probs[tokens, :, None] * value[:, None])
+    return out
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: PackedTokens,
+    parts: Sequence[Part],
     weights: Tensor | None = None,
     bias: Tensor | None = None,
-    packed_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attention of each row's queries over the row's full-precision and packed tokens, under one softmax.
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Attention of each row's queries over the row's full-precision and stored tokens, under one softmax.
 
     Args:
         query: [R, Q, D] float, already scaled; Q is query heads of the group x steps.
         key, value: [R, n, D] full-precision tokens.
-        packed: T tokens in R rows (a row may have none).
+        parts: stored tokens in R rows (a row may have none).
         weights: [Q] weight of each query in the statistics, or None for no statistics.
         bias: [R, Q, n] added to the scores of full-precision tokens, or None.
-        packed_bias: [T, Q] added to the scores of packed tokens, or None.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before any bias; None: no such cap.
 
     Returns:
-        output [R, Q, D] in the query's dtype, zero where nothing is visible; attention that each full-precision
-        token [R, n] and each packed token [T] received, summed over queries by weight, float32, or None.
+        output [R, Q, D] in the query's dtype, zero where nothing is visible; with weights, the attention that each
+        full-precision token [R, n] and each token of each part [T] received, summed over queries by weight, float32;
+        without, None and an empty list.
 
     Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax (arXiv 1805.02867), section 3,
-    for the merging of parts.
+    for the merging of parts. Gemma Team 2024, Gemma 2 (arXiv 2408.00118), section 2, for the cap.
 
     Example:
         >>> from fade_runtime.packed import pack_tokens
         >>> packed = pack_tokens(torch.randn(5, 16), torch.ones(5, 16), torch.zeros(5).long(), torch.arange(5), None)
-        >>> out, _, _ = attend(torch.randn(1, 2, 16), torch.randn(1, 3, 16), torch.ones(1, 3, 16), packed)
+        >>> out, _, _ = attend(torch.randn(1, 2, 16), torch.randn(1, 3, 16), torch.ones(1, 3, 16), [Part(packed)])
         >>> torch.allclose(out, torch.ones(1, 2, 16), atol=1e-3)  # a mean of equal values
         True
     """
+    scores = _finish((query @ key.transpose(1, 2)).float(), bias, softcap)  # [R, Q, n]
+    bodies = [_finish(part_scores(query, part).float(), part.bias, softcap) for part in parts]  # [T, Q] each
+    owners = [part.tokens.token_row() for part in parts]
     least = torch.finfo(torch.float32).min
-    row = packed.token_row()
-    scores = (query @ key.transpose(1, 2)).float()  # [R, Q, n]
-    body = packed_scores(quant.hadamard(query), packed).float()  # [T, Q]
-    scores = scores if bias is None else scores + bias
-    body = body if packed_bias is None else body + packed_bias
-    top = scores.amax(-1).clamp(min=least)  # [R, Q], finite also where nothing is visible
-    top = top.scatter_reduce(0, row[:, None].expand_as(body), body, "amax")
-    shares, body = (scores - top[..., None]).exp(), (body - top[row]).exp()
-    total = (shares.sum(-1).index_add(0, row, body)).clamp(min=torch.finfo(torch.float32).tiny)
-    shares, body = shares / total[..., None], body / total[row]
+    top = torch.nn.functional.pad(scores, (0, 1), value=least).amax(
+        -1
+    )  # [R, Q], finite where nothing is visible
+    for row, body in zip(owners, bodies):
+        top = top.scatter_reduce(0, row[:, None].expand_as(body), body, "amax")
+    shares = (scores - top[..., None]).exp()
+    bodies = [(body - top[row]).exp() for row, body in zip(owners, bodies)]
+    total = shares.sum(-1)
+    for row, body in zip(owners, bodies):
+        total = total.index_add(0, row, body)
+    total = total.clamp(min=torch.finfo(torch.float32).tiny)
+    shares = shares / total[..., None]
+    bodies = [body / total[row] for row, body in zip(owners, bodies)]
     out = shares.to(query.dtype) @ value
-    out = out + quant.hadamard(packed_values(body.to(query.dtype), packed, query.shape[0]))
+    for part, body in zip(parts, bodies):
+        out = out + part_values(body.to(query.dtype), part, query.shape[0])
     if weights is None:
-        return out, None, None
+        return out, None, []
     weights = weights.float()
-    return out, torch.einsum("rqn,q->rn", shares, weights), body @ weights
+    return out, torch.einsum("rqn,q->rn", shares, weights), [body @ weights for body in bodies]
+
+
+def _finish(scores: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    return scores if bias is None else scores + bias
+
+
+def _packed_keys(packed: PackedTokens) -> Callable[[slice], Tensor]:
+    """Function from a slice of tokens to their keys [t, D] float32, rotated back."""
+    page, codes = packed.token_page(), _Unpacked(packed, "key")
+
+    def decode(tokens: slice) -> Tensor:
+        pages = page[tokens]
+        keys = codes(tokens, torch.float32) * packed.key_scale[pages].float() + packed.key_zero[pages].float()
+        return quant.hadamard(keys)
+
+    return decode
 
 
 def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of all packed tokens, rotated back: each [T, D]. For checks and for foreign attention."""
-    page = packed.token_page()
-    keys = quant.unpack(packed.key_codes, BITS).float() * packed.key_scale.float()[page]
-    keys = keys + packed.key_zero.float()[page]
-    groups = packed.value_scale.shape[1]
-    values = quant.unpack(packed.value_codes, BITS).float().unflatten(-1, (groups, -1))
+    every = slice(0, len(packed))
+    values = _Unpacked(packed, "value")(every, torch.float32).unflatten(-1, (packed.value_scale.shape[1], -1))
     values = values * packed.value_scale.float()[..., None] + packed.value_zero.float()[..., None]
-    return quant.hadamard(keys).to(dtype), quant.hadamard(values.flatten(-2)).to(dtype)
+    return _packed_keys(packed)(every).to(dtype), quant.hadamard(values.flatten(-2)).to(dtype)
+
+
+def decoded(part: Part) -> tuple[Tensor, Tensor]:
+    """Keys, rotated as the part says, and values of all its tokens: each [T, D] float32."""
+    stored, every = part.tokens, slice(0, len(part.tokens))
+    if isinstance(stored, PackedTokens):
+        key, value = dequantise(stored, torch.float32)
+    else:
+        key, value = stored.decode_keys(every), stored.decode_values(every)
+    if part.table is not None and part.positions is not None:
+        key = rope.rotate(key, part.table[part.positions])
+    return key, value

@@ -80,8 +80,7 @@ def test_memory_is_flat_at_a_fixed_budget(tiny_model: Callable[..., Any]) -> Non
     for _ in range(1200):
         model(torch.randint(0, 250, (1, 1)), **forward_kwargs(cache, model))
         sizes.append(cache.memory_report()["resident_bytes"])
-        assert cache.tiered[0].packed is not None
-        pages.append(len(cache.tiered[0].packed.page_len))
+        pages.append(len(cache.tiered[0].tokens.packed.page_len))
     assert cache.memory_report()["tokens"]["INT4"] == 2 * 40
     assert max(sizes[600:]) <= max(sizes[:600]) * 1.1
     assert max(pages) <= 2 * 40
@@ -94,7 +93,6 @@ def test_padding_earns_no_memory(model: Any) -> None:
     mask[1, :200] = 0
     cache = create_tiered_cache(model, FadeConfig(n_sink=2, recent_window=8))
     model(ids, attention_mask=mask, **forward_kwargs(cache, model))
-    packed = cache.tiered[0].packed
-    assert packed is not None
+    packed = cache.tiered[0].tokens.packed
     assert torch.bincount(packed.token_row()).tolist() == [290, 290, 90, 90]
     assert int(packed.slots()[packed.token_row() == 2].min()) == 202
