@@ -15,10 +15,11 @@ from transformers.cache_utils import CacheLayerMixin
 from fade_runtime import hf
 from fade_runtime.attention import tiered_attention
 from fade_runtime.config import FadeConfig
+from fade_runtime.planner import row_budgets
 from fade_runtime.policy import Policy, Prompt
 from fade_runtime.positions import Positions
 from fade_runtime.store import TokenStore
-from fade_runtime.tiers import Budgets, plan_tiers
+from fade_runtime.tiers import plan_tiers
 from predictor import rope
 from predictor.errors import FadeError
 
@@ -71,7 +72,12 @@ class TieredLayer(CacheLayerMixin):
         self.store: TokenStore | None = None
         self.prompt = self._new = self._attended = 0
         self._held: list[Tensor] = []  # queries [B, Hq, Q, D] of a prompt that comes in chunks
-        self.positions = Positions(self._rotary, self.index, streaming=self.config.positions == "streaming")
+        self.positions = Positions(
+            self._rotary,
+            self.index,
+            streaming=self.config.positions == "streaming",
+            plain=self._codebook is not None,
+        )
         self._waiting = False  # tokens of several calls wait for the first single token
         self.last_scores: Tensor | None = None
         self.is_initialized = False
@@ -262,15 +268,18 @@ class TieredLayer(CacheLayerMixin):
         if full.state is None:
             return
         key = self.positions.full_key(store)[:, :, :upto]
-        table = functools.partial(self.positions.first, device=key.device)
         for row, pad in enumerate(store.pad.tolist()):
             if pad >= upto:
                 continue
             value = full.value[row, :, pad:upto]
-            prompt = Prompt(query[row, :, pad:], key[row, :, pad:], value, scaling, table)
+            prompt = Prompt(query[row, :, pad:], key[row, :, pad:], value, scaling, self._table)
             state = self.policy.start(prompt)
             if state is not None:
                 full.state[row, :, pad:upto] = state
+
+    def _table(self, count: int) -> rope.Table | None:
+        """Rotary table of the first positions, for a policy."""
+        return None if self._rotary is None else self._rotary.table(torch.arange(count, device=self.device), self.index)
 
     def _end_prompt(self, scaling: float) -> None:
         """Do what waited for the first single token: compress all that came before it."""
@@ -318,7 +327,7 @@ class TieredLayer(CacheLayerMixin):
         """
         upto = self.seen if upto is None else upto
         started = time.perf_counter()
-        self.tokens.compress(upto, functools.partial(self._plan, upto), self.positions.unrotated)
+        self.tokens.compress(upto, functools.partial(self._plan, upto))
         if self.observer is not None:
             self.observer(self, 1e3 * (time.perf_counter() - started))
             self.last_scores = None
@@ -331,29 +340,9 @@ class TieredLayer(CacheLayerMixin):
         scores = self.policy.score(slots.float() if state is None else state, slots, upto, self.prompt)
         if self.observer is not None:
             self.last_scores = scores
-        return plan_tiers(
-            scores, rows, self._budgets(upto), slots=slots, tiers=now, low_tier=low
-        ).tiers.long()
-
-    def _budgets(self, upto: int) -> Budgets:
-        """Of each row (batch x kv head); padding earns none."""
-        int4: list[int] = []
-        low: list[int] = []
-        for length in (upto - self.tokens.pad).tolist():
-            given = self.config.budgets(length)
-            assert given is not None
-            total = sum(given)
-            shares = self.policy.head_shares(self.index, min(total, length) / max(length, 1))
-            totals = (
-                [total] * self.tokens.heads if shares is None else [round(share * length) for share in shares]
-            )
-            high = [given[0] if shares is None else round(each * given[0] / max(total, 1)) for each in totals]
-            int4 += high
-            low += [each - some for each, some in zip(totals, high)]
-        tau, low_tau = self.config.shares
-        return Budgets(
-            torch.tensor(int4, device=self.device), torch.tensor(low, device=self.device), tau, low_tau
-        )
+        lengths, heads = upto - self.tokens.pad, self.tokens.heads
+        budgets = row_budgets(config, self.policy, self.index, lengths, heads)
+        return plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=low).tiers.long()
 
     def materialise(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H, S, D] in the model's dtype, for a foreign attention function; nothing is kept.

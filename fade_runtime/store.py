@@ -140,16 +140,12 @@ class TokenStore:
         self.packed = self.packed.select_rows(rows)
         self.pq = None if self.pq is None else self.pq.select_rows(rows)
 
-    def compress(self, upto: int, plan: Planner, unrotate: Turn) -> None:
+    def compress(self, upto: int, plan: Planner) -> None:
         """Move what has left the window into the body, and the body's tokens to the tiers that a plan gives them.
 
         Args:
             upto: logical tokens that count as seen; the window is the last of them.
             plan: decides.
-            unrotate: keys for the PQ tier.
-
-        Raises:
-            FadeError: keys or values that are not finite numbers; nothing has changed then.
         """
         full, heads, columns = self.full, self.heads, len(self.full)
         from_recent = upto - self.config.recent_window
@@ -175,7 +171,7 @@ class TokenStore:
         row, column, slot, new = row[stays], column[stays], slot[stays], new[stays]
         state = None if state is None else state[stays]
         key, value = (t.flatten(0, 1)[row, column] for t in (full.key, full.value))
-        codes = None if self.pq is None else self.pq.codebook.encode(unrotate(self, key, row, slot), value)
+        codes = None if self.pq is None else self.pq.codebook.encode(key, value)
         fresh, packs = (codes, row, slot, state), new != Tier.PQ
         added = pack_tokens(
             key[packs],
