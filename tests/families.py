@@ -60,6 +60,23 @@ GATED_DELTA = dict(
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
+
+def _gemma4(layers: list[str], **options: Any) -> Callable[..., Any]:
+    """Full layers have other heads and dims than sliding ones, and the last layer is made full."""
+    return partial(
+        _make,
+        "Gemma4TextConfig Gemma4ForCausalLM",
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=24,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        **{"num_kv_shared_layers": 0, **options},
+    )
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": partial(_make, "Llama"),
     "qwen2": partial(_make, "Qwen2"),
@@ -68,20 +85,12 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "mistral": partial(_make, "Mistral", sliding_window=None),
     "gemma2": partial(_make, "Gemma2", attn_logit_softcapping=5.0, query_pre_attn_scalar=16, **MIXED),
     "gemma3": partial(_make, "Gemma3TextConfig Gemma3ForCausalLM", query_pre_attn_scalar=16, **MIXED),
-    "gemma4": partial(
-        _make,
-        "Gemma4TextConfig Gemma4ForCausalLM",
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=8,
-        num_kv_shared_layers=0,
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,  # Gemma 4 insists on a full layer at the end
-        sliding_window=24,
-    ),
-    "phi": partial(_make, "Phi"),
-    "phi3": partial(_make, "Phi3"),
+    "gemma4": _gemma4(["sliding_attention", "full_attention"] * 2),
+    "gemma4_shared": _gemma4(["full_attention", "sliding_attention"] * 3, num_kv_shared_layers=3),
+    "phi": partial(
+        _make, "Phi", hidden_size=80, head_dim=20
+    ),  # head dims that are no power of two, as in Phi-2
+    "phi3": partial(_make, "Phi3", hidden_size=96, head_dim=24),  # and Phi-3
     "gpt_neox": partial(
         _make, "GPTNeoX", (*PLAIN, "intermediate_size", "max_position_embeddings"), rotary_pct=0.5
     ),
@@ -103,7 +112,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "olmo2": partial(_make, "Olmo2"),
     "cohere2": partial(_make, "Cohere2", **MIXED),
     "smollm3": partial(_make, "SmolLM3"),
-    "granite": partial(_make, "Granite"),
+    "granite": partial(
+        _make, "Granite", attention_multiplier=0.2, embedding_multiplier=2.0, residual_multiplier=0.7
+    ),
     "starcoder2": partial(_make, "Starcoder2"),
     "mistral_sliding": partial(_make, "Mistral", sliding_window=24),
     "qwen3_next": partial(_make, "Qwen3Next", shared_expert_intermediate_size=32, **EXPERTS, **GATED_DELTA),
@@ -111,41 +122,46 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "lfm2": partial(_make, "Lfm2", num_hidden_layers=4, layer_types=FULL_THEN_CONV, block_ff_dim=96),
 }
 
+LATENT = dict(
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    num_key_value_heads=4,
+)
+RECURRENT = (*TOKENS, "hidden_size", "num_hidden_layers")
+NO_HEAD_DIM = tuple(key for key in COMMON if key != "head_dim")
+
+# Families that the tiered cache says no to.
 REFUSED: dict[str, Callable[..., Any]] = {
     "gpt_oss": partial(
         _make,
         "GptOss",
         num_local_experts=4,
         num_experts_per_tok=2,
-        num_hidden_layers=2,
         layer_types=["full_attention", "sliding_attention"],
         sliding_window=24,
     ),
-    "deepseek_v3": partial(
+    "deepseek_v2": partial(_make, "DeepseekV2", NO_HEAD_DIM, **LATENT),
+    "deepseek_v3": partial(_make, "DeepseekV3", NO_HEAD_DIM, **LATENT),
+    "mamba": partial(_make, "Mamba", RECURRENT, state_size=8),
+    "mamba2": partial(_make, "Mamba2", RECURRENT, state_size=8, num_heads=8, head_dim=16, n_groups=1),
+    "rwkv": partial(_make, "Rwkv", RECURRENT),
+    "falcon_eager": partial(_make, "Falcon", PLAIN, attn_implementation="eager"),
+    "bloom": partial(_make, "Bloom", TOKENS, hidden_size=64, n_layer=2, n_head=4),
+    "t5": partial(
         _make,
-        "DeepseekV3",
-        tuple(key for key in COMMON if key != "head_dim"),
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        num_key_value_heads=4,
+        "T5Config T5ForConditionalGeneration",
+        ("vocab_size",),
+        d_model=64,
+        num_layers=2,
+        num_heads=4,
+        d_kv=16,
     ),
-    "mamba": partial(_make, "Mamba", (*TOKENS, "hidden_size", "num_hidden_layers"), state_size=8),
-    "mamba2": partial(
-        _make,
-        "Mamba2",
-        (*TOKENS, "hidden_size", "num_hidden_layers"),
-        state_size=8,
-        num_heads=8,
-        head_dim=16,
-        n_groups=1,
-    ),
-    "rwkv": partial(_make, "Rwkv", (*TOKENS, "hidden_size", "num_hidden_layers")),
 }
