@@ -2,7 +2,21 @@
 
 from fade_runtime.cache import TieredCache, create_tiered_cache
 from fade_runtime.config import FadeConfig
+from fade_runtime.session import load_session, save_session
+from fade_runtime.telemetry import JsonlExporter, ListExporter, attach_telemetry, detach_telemetry
 from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 
-__all__ = ["FadeConfig", "FadeError", "Tier", "TieredCache", "create_tiered_cache"]
+__all__ = [
+    "FadeConfig",
+    "FadeError",
+    "JsonlExporter",
+    "ListExporter",
+    "Tier",
+    "TieredCache",
+    "attach_telemetry",
+    "create_tiered_cache",
+    "detach_telemetry",
+    "load_session",
+    "save_session",
+]

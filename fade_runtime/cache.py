@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -39,10 +41,28 @@ class TieredCache(Cache):
     """
 
     def __init__(
-        self, layers: list[Any], config: FadeConfig, policy: Policy, codebook: CodebookSet | None = None
+        self,
+        layers: list[Any],
+        config: FadeConfig,
+        policy: Policy,
+        model: nn.Module,
+        codebook: CodebookSet | None = None,
     ) -> None:
         super().__init__(layers=layers)
         self.config, self.policy, self.codebook = config, policy, codebook
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that this cache was made for.
+
+        Raises:
+            FadeError: it is gone; a cache does not keep it alive.
+        """
+        model = self._model()
+        if model is None:
+            raise FadeError("this cache's model is gone; keep it while you use the cache")
+        return model
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -77,16 +97,16 @@ class TieredCache(Cache):
         """
         tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "other layers"), 0)
         tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
-        full_bytes = 0
+        in_full = 0
         for layer in self.tiered:
             if layer.store is None:
                 continue
-            full, stored = layer.store.full, layer.tensors()
+            stored = layer.tensors()
             for kind in set(map(_kind, stored)):
-                tiers[kind] += _bytes(*(tensor for name, tensor in stored.items() if _kind(name) == kind))
-            batch, heads = full.key.shape[:2]
-            width = (full.key.shape[3] + full.value.shape[3]) * full.key.element_size()
-            full_bytes += batch * heads * layer.seen * width
+                tiers[kind] += stored_bytes(
+                    *(tensor for name, tensor in stored.items() if _kind(name) == kind)
+                )
+            in_full += full_bytes(layer)
             for name, count in layer.store.counts().items():
                 tokens[name] += count
         others = [
@@ -95,20 +115,50 @@ class TieredCache(Cache):
             if not isinstance(layer, TieredLayer)
             for t in reachable_tensors(vars(layer))
         ]
-        tiers["other layers"] = _bytes(*others)
+        tiers["other layers"] = stored_bytes(*others)
         if isinstance(self.policy, Learned):
-            tiers["predictor"] = _bytes(*_reachable(self.policy.predictor))
-        tiers["codebook"] = _bytes(*(self.codebook.tensors() if self.codebook is not None else []))
+            tiers["predictor"] = stored_bytes(*_reachable(self.policy.predictor))
+        tiers["codebook"] = stored_bytes(*(self.codebook.tensors() if self.codebook is not None else []))
         resident = sum(tiers.values())
-        full_bytes += tiers["other layers"]
+        in_full += tiers["other layers"]
         return {
             "resident_bytes": resident,
-            "full_bytes": full_bytes,
-            "compression": full_bytes / resident if resident else 1.0,
+            "full_bytes": in_full,
+            "compression": in_full / resident if resident else 1.0,
             "tiers": tiers,
             "tokens": tokens,
             "seen": self.get_seq_length(),
         }
+
+    def cache_state_dict(self) -> dict[str, Any]:
+        """See :func:`fade_runtime.session.cache_state_dict`."""
+        from fade_runtime import session
+
+        return session.cache_state_dict(self)
+
+    def load_cache_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :func:`fade_runtime.session.load_cache_state_dict`."""
+        from fade_runtime import session
+
+        session.load_cache_state_dict(self, state)
+
+    def save_session(self, path: str | Path) -> Path:
+        """See :func:`fade_runtime.session.save_session`."""
+        from fade_runtime import session
+
+        return session.save_session(self, path)
+
+    def load_session(self, path: str | Path) -> None:
+        """See :func:`fade_runtime.session.resume_session`."""
+        from fade_runtime import session
+
+        session.resume_session(self, path)
+
+    def dump_debug(self, path: str | Path, *, slots: bool = False) -> Path:
+        """See :func:`fade_runtime.telemetry.dump_debug`."""
+        from fade_runtime import telemetry
+
+        return telemetry.dump_debug(self, path, slots=slots)
 
 
 def _reachable(predictor: Predictor) -> list[Tensor]:
@@ -133,7 +183,16 @@ def reachable_tensors(thing: Any) -> Iterator[Tensor]:
             yield from reachable_tensors(each)
 
 
-def _bytes(*tensors: Tensor) -> int:
+def full_bytes(layer: TieredLayer) -> int:
+    """Bytes of a layer's tokens, padding included, in an uncompressed cache of the model's dtype."""
+    if layer.store is None:
+        return 0
+    full = layer.store.full
+    width = (full.key.shape[3] + full.value.shape[3]) * full.key.element_size()
+    return full.key.shape[0] * layer.store.heads * layer.seen * width
+
+
+def stored_bytes(*tensors: Tensor) -> int:
     """Bytes of the storages behind ``tensors``, each once, whether or not a view covers its storage."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
@@ -182,7 +241,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
         else layer
         for index, layer in enumerate(hf.stock_layers(text))
     ]
-    return TieredCache(layers, config, policy, codebook)
+    return TieredCache(layers, config, policy, model, codebook)
 
 
 def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:

@@ -40,7 +40,7 @@ class TieredLayer(CacheLayerMixin):
         index: of the layer in the model.
         sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
         observer: told of each compression, or None.
-        last_scores: [T] scores of the last plan, kept only for an observer.
+        last_plan: [T] scores or None, tiers before and tiers after the last plan; kept only for an observer.
     """
 
     is_sliding = False
@@ -79,7 +79,7 @@ class TieredLayer(CacheLayerMixin):
             plain=self._codebook is not None,
         )
         self._waiting = False  # tokens of several calls wait for the first single token
-        self.last_scores: Tensor | None = None
+        self.last_plan: tuple[Tensor | None, Tensor, Tensor] | None = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -330,19 +330,22 @@ class TieredLayer(CacheLayerMixin):
         self.tokens.compress(upto, functools.partial(self._plan, upto))
         if self.observer is not None:
             self.observer(self, 1e3 * (time.perf_counter() - started))
-            self.last_scores = None
+            self.last_plan = None
 
     def _plan(self, upto: int, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
         """Tiers [T] of body tokens by score and budget."""
         config, low = self.config, self.config.low
-        if not config.ranks:
-            return now if config.int4_budget is None else torch.full_like(now, int(low))
-        scores = self.policy.score(slots.float() if state is None else state, slots, upto, self.prompt)
+        scores: Tensor | None = None
+        if config.ranks:
+            scores = self.policy.score(slots.float() if state is None else state, slots, upto, self.prompt)
+            lengths, heads = upto - self.tokens.pad, self.tokens.heads
+            budgets = row_budgets(config, self.policy, self.index, lengths, heads)
+            tiers = plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=low).tiers.long()
+        else:
+            tiers = now if config.int4_budget is None else torch.full_like(now, int(low))
         if self.observer is not None:
-            self.last_scores = scores
-        lengths, heads = upto - self.tokens.pad, self.tokens.heads
-        budgets = row_budgets(config, self.policy, self.index, lengths, heads)
-        return plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=low).tiers.long()
+            self.last_plan = scores, now, tiers
+        return tiers
 
     def materialise(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H, S, D] in the model's dtype, for a foreign attention function; nothing is kept.

@@ -1,0 +1,285 @@
+"""Sessions: what a tiered cache holds, on disk, so that another process goes on with exactly the same logits.
+
+A session is a directory: ``session.safetensors`` has every tensor in its stored form, ``session.json`` the rest and the
+checksums of both. The model, the predictor and the codebook are not in it, only what tells them apart from others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fade_runtime import hf
+from fade_runtime.cache import TieredCache, create_tiered_cache
+from fade_runtime.config import FadeConfig
+from fade_runtime.layer import TieredLayer
+from fade_runtime.policy import Learned
+from fade_runtime.state import layer_facts, restored_layer
+from predictor.errors import FadeError
+from predictor.files import sha256_file, write_aside
+from predictor.provenance import check_provenance, model_provenance
+
+VERSION = 1
+TENSORS, FACTS = "session.safetensors", "session.json"
+FREE = ("strict", "phase")  # options that change nothing in a cache that is there
+REFERENCES = ("predictor", "codebook")  # options that are compared by what they stand for
+
+
+def save_session(cache: TieredCache, path: str | Path) -> Path:
+    """Write what a cache holds as a directory, whole or not at all; a session that is at ``path`` is replaced.
+
+    Raises:
+        FadeError: something else is at ``path``, it cannot be written, or the cache's model is gone.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> tiny = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16,
+        ...                    vocab_size=8)
+        >>> model = LlamaForCausalLM(tiny).eval()
+        >>> cache = create_tiered_cache(model, FadeConfig(recent_window=8, int4_budget=16))
+        >>> _ = model(torch.randint(8, (1, 64)), **hf.forward_kwargs(cache, model))
+        >>> path = save_session(cache, tempfile.mkdtemp())
+        >>> load_session(model, path).get_seq_length()
+        64
+    """
+    path = Path(path)
+    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not (path / FACTS).is_file()):
+        raise FadeError(f"{path} is there already and is not a session; name another directory")
+    state = cache_state_dict(cache)
+    facts = state.pop("facts")
+    order = {name: _order(tensor) for name, tensor in state.items() if not tensor.is_contiguous()}
+    try:
+        with write_aside(path) as aside:
+            aside.mkdir()
+            dense = {name: t.permute(order[name]) if name in order else t for name, t in state.items()}
+            save_file({name: tensor.contiguous() for name, tensor in dense.items()}, aside / TENSORS)
+            facts |= {"order": order, "tensors_sha256": sha256_file(aside / TENSORS)}
+            (aside / FACTS).write_text(_sealed(facts), encoding="utf-8")
+    except OSError as error:
+        raise FadeError(f"session {path} cannot be written ({error.strerror}); name another path") from error
+    return path
+
+
+def load_session(model: nn.Module, path: str | Path, config: FadeConfig | None = None) -> TieredCache:
+    """Make a cache that goes on where :func:`save_session` left one.
+
+    Args:
+        model: the one that filled it, in the same dtype; on any device.
+        path: of the session.
+        config: options of the new cache, which must be those of the stored one; None: taken from the session,
+            predictor and codebook from where they were then.
+
+    Raises:
+        FadeError: not there, damaged, of another model, or other options, predictor or codebook.
+    """
+    state = _read(Path(path))
+    if config is None:
+        stored = dict(state["facts"]["options"])
+        for name in REFERENCES:
+            reference = state["facts"][name]
+            stored[name] = None if reference is None else reference["name"]
+        try:
+            config = FadeConfig().with_options(**stored)
+            cache = create_tiered_cache(model, config)
+        except FadeError as error:
+            raise FadeError(
+                f"session {path} cannot be set up as it was: {error}; or give its config"
+            ) from error
+    else:
+        cache = create_tiered_cache(model, config)
+    load_cache_state_dict(cache, state, f"session {path}")
+    return cache
+
+
+def resume_session(cache: TieredCache, path: str | Path) -> None:
+    """Replace what a cache holds by a session; a session that is refused leaves the cache as it was.
+
+    Raises:
+        FadeError: not there, damaged, of another model, or other options, predictor or codebook.
+    """
+    load_cache_state_dict(cache, _read(Path(path)), f"session {path}")
+
+
+def cache_state_dict(cache: TieredCache) -> dict[str, Any]:
+    """Copy what a cache holds, between two calls of its model.
+
+    Returns:
+        "facts": a JSON-able dictionary: options, model, and per layer all that is no tensor; and every tensor by the
+        index of its layer and its name, for example "0.packed.key_codes", on the CPU.
+
+    Raises:
+        FadeError: the cache's model is gone, or a layer holds something that is neither tensor nor plain value.
+    """
+    model = cache.model
+    tensors: dict[str, Tensor] = {}
+    layers = [layer_facts(layer, index, tensors) for index, layer in enumerate(cache.layers)]
+    facts = {
+        "version": VERSION,
+        "transformers": transformers.__version__,
+        "options": stored_options(cache.config),
+        "predictor": _predictor_facts(cache),
+        "codebook": _codebook_facts(cache),
+        "model": model_provenance(model),
+        "dtype": _dtype(model),
+        "layers": layers,
+        "shapes": _shapes(tensors),
+    }
+    return {"facts": json.loads(json.dumps(facts)), **tensors}
+
+
+def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: str = "session") -> None:
+    """Replace what a cache holds by what :func:`cache_state_dict` gave; all of it or nothing.
+
+    Args:
+        cache: of the same model with the same options, used or new.
+        state: the dictionary; its tensors are copied.
+        what: how messages call it.
+
+    Raises:
+        FadeError: of another model or dtype, other options, predictor or codebook, or incomplete.
+    """
+    model = cache.model
+    try:
+        facts, tensors = state["facts"], {name: t for name, t in state.items() if name != "facts"}
+        _check(cache, facts, model, what)
+        if _shapes(tensors) != facts["shapes"]:
+            raise _damaged(what, "its tensors are not those that it names")
+        stock = hf.stock_layers(hf.text_config(model))
+        new = [
+            ours if isinstance(ours, TieredLayer) else theirs
+            for ours, theirs in zip(cache.layers, stock, strict=True)
+        ]
+        layers = [
+            restored_layer(layer, index, stored, tensors, model)
+            for index, (layer, stored) in enumerate(zip(new, facts["layers"], strict=True))
+        ]
+    except FadeError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise _damaged(what, f"{type(error).__name__} {error}") from error
+    cache.layers = layers
+
+
+def stored_options(config: FadeConfig) -> dict[str, Any]:
+    """The options of a configuration as JSON-able values; predictor and codebook are left out."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in REFERENCES}
+
+
+# -- what must be the same ---------------------------------------------------------------------------------------
+
+
+def _check(cache: TieredCache, facts: Mapping[str, Any], model: nn.Module, what: str) -> None:
+    check_provenance(facts["model"], model, what)
+    if facts["dtype"] != _dtype(model):
+        raise FadeError(
+            f"{what} holds tokens of a model in {facts['dtype']}, this one is in {_dtype(model)}; load it in that dtype"
+        )
+    stored, here = dict(facts["options"]), stored_options(cache.config)
+    defaults = {field.name: field.default for field in fields(FadeConfig) if field.default is not MISSING}
+    for name in sorted({*stored, *here} - set(FREE)):
+        if name not in here:
+            raise FadeError(
+                f"{what} has an option {name!r} that this release does not know; upgrade fade-predictor"
+            )
+        before, now = stored.get(name, defaults.get(name)), here[name]
+        if (before, type(before)) != (now, type(now)):
+            raise FadeError(
+                f"{what} was made with {name} {before!r}, this cache has {now!r}; use the same options"
+            )
+    for name, now in (("predictor", _predictor_facts(cache)), ("codebook", _codebook_facts(cache))):
+        before = facts[name]
+        if (before or {}).get("sha256") != (now or {}).get("sha256"):
+            there, given = ("none" if each is None else each["name"] for each in (before, now))
+            raise FadeError(f"{what} was made with another {name} ({there}, here {given}); give the same one")
+
+
+def _predictor_facts(cache: TieredCache) -> dict[str, Any] | None:
+    if not isinstance(cache.policy, Learned):
+        return None
+    predictor = cache.policy.predictor
+    facts = [predictor.spec.to_dict(), None if predictor.budgets is None else predictor.budgets.to_dict()]
+    return {"name": predictor.name, "sha256": _digest(predictor.state_dict(), facts)}
+
+
+def _codebook_facts(cache: TieredCache) -> dict[str, Any] | None:
+    if cache.codebook is None:
+        return None
+    centroids = {str(index): tensor for index, tensor in enumerate(cache.codebook.tensors())}
+    return {"name": cache.codebook.name, "sha256": _digest(centroids, None)}
+
+
+def _digest(tensors: Mapping[str, Tensor], facts: Any) -> str:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
+
+
+def _dtype(model: nn.Module) -> str:
+    return next((str(p.dtype) for p in model.parameters() if p.is_floating_point()), "no dtype")
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The state in a session's files, verified."""
+    if not (path / FACTS).is_file():
+        raise FadeError(f"there is no session at {path}; write one with save_session, or check the path")
+    what = f"session {path}"
+    try:
+        text = (path / FACTS).read_bytes().decode("utf-8")
+        facts = json.loads(text)
+        version = facts.get("version") if isinstance(facts, dict) else None
+        if isinstance(version, int) and version > VERSION:
+            raise FadeError(
+                f"{what} has format {version}, this release reads up to {VERSION}; upgrade fade-predictor"
+            )
+        if version != VERSION or _sealed(facts) != text:
+            raise _damaged(what, f"{FACTS} does not match its checksum")
+        if sha256_file(path / TENSORS) != facts["tensors_sha256"]:
+            raise _damaged(what, f"{TENSORS} does not match its checksum")
+        tensors = load_file(path / TENSORS)
+    except FadeError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _damaged(what, f"its files cannot be read ({error})") from error
+    order = facts["order"]
+    stored = {
+        n: t.permute(torch.tensor(order[n]).argsort().tolist()) if n in order else t
+        for n, t in tensors.items()
+    }
+    return {"facts": facts, **stored}
+
+
+def _sealed(facts: Mapping[str, Any]) -> str:
+    """The text of ``session.json``: the facts and their checksum."""
+    plain = {name: value for name, value in facts.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**plain, "sha256": digest}, indent=1) + "\n"
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Dims from the slowest to the fastest in memory."""
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+
+
+def _damaged(what: str, why: str) -> FadeError:
+    return FadeError(f"{what} is damaged: {why}; write it again")

@@ -1,0 +1,148 @@
+"""A layer of the tiered cache as tensors and JSON-able facts, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fade_runtime.attention import FullTokens
+from fade_runtime.layer import TieredLayer
+from predictor.errors import FadeError
+
+
+def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Describe a layer of a cache, between two calls of its model.
+
+    Args:
+        layer: a :class:`TieredLayer` or one of transformers' own.
+        index: of the layer.
+        tensors: takes copies of what the layer holds, on the CPU, by ``index`` and name.
+
+    Raises:
+        FadeError: the layer holds something that is neither a tensor nor a plain value.
+    """
+    if not isinstance(layer, TieredLayer):
+        return {"kind": type(layer).__name__, "attributes": _encode(vars(layer), str(index), tensors)}
+    facts = {
+        "kind": TieredLayer.__name__,
+        "prompt": layer.prompt,
+        "waiting": layer._waiting,
+        "held": len(layer._held),
+    }
+    if layer.store is None:
+        return {**facts, "device": None}
+    tensors |= {f"{index}.{name}": _copied(tensor) for name, tensor in layer.tensors().items()}
+    store = layer.store
+    counts = {"seen": store.seen, "evicted": store.evicted, "bits": list(store.packed.bits)}
+    return {**facts, **counts, "device": str(layer.device)}
+
+
+def restored_layer(
+    layer: Any, index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
+) -> Any:
+    """Make a layer that holds what :func:`layer_facts` found.
+
+    Args:
+        layer: a :class:`TieredLayer`, which is left as it is, or a new layer of transformers, which is filled.
+        index: of the layer. facts: what was found. tensors: by index and name; they are copied.
+        model: says on which device.
+
+    Raises:
+        FadeError: another release of transformers, whose layer has other attributes.
+        ValueError: facts of another layer, or tensors that are not those of the facts.
+    """
+    if type(layer).__name__ != facts["kind"]:
+        raise ValueError(f"layer {index} is a {type(layer).__name__}, a {facts['kind']} is stored")
+    if isinstance(layer, TieredLayer):
+        return _tiered(layer, index, facts, tensors, model)
+    attributes = _decode(facts["attributes"], tensors, model)
+    if missing := sorted(set(vars(layer)) - set(attributes)):
+        raise FadeError(
+            f"the session has no {missing[0]!r} for layer {index}, a {type(layer).__name__} of transformers "
+            f"{transformers.__version__}; use the transformers that it was made with"
+        )
+    vars(layer).update(attributes)
+    return layer
+
+
+def _tiered(
+    layer: TieredLayer, index: int, stored: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
+) -> TieredLayer:
+    fresh = copy.copy(layer)
+    fresh.reset()
+    fresh.prompt, fresh._waiting = stored["prompt"], stored["waiting"]
+    if stored["device"] is None:
+        return fresh
+    device = _device(model, stored["device"])
+    start = f"{index}."
+    held = {
+        name.removeprefix(start): _copied(t, device) for name, t in tensors.items() if name.startswith(start)
+    }
+    fresh._held = [held.pop(f"{number}.queries") for number in range(stored["held"])]
+    fresh.lazy_initialization(held["full.key"], held["full.value"])
+    store = fresh.tokens
+    if set(held) != set(store.tensors()) or list(store.packed.bits) != stored["bits"]:
+        raise ValueError(f"layer {index} stores tokens in another form")
+    parts: dict[str, dict[str, Any]] = {"full": {}, "packed": {}, "pq": {}}
+    for part, _, name in (name.partition(".") for name in held if "." in name):
+        parts[part][name] = held[f"{part}.{name}"]
+    store.full = FullTokens(**parts["full"])
+    store.packed = replace(store.packed, **parts["packed"])
+    store.pq = None if store.pq is None else replace(store.pq, **parts["pq"])
+    store.pad, store.shift = held["pad"], held["shift"]
+    store.seen, store.evicted = stored["seen"], stored["evicted"]
+    return fresh
+
+
+def _encode(thing: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Put the tensors of nested containers into ``tensors`` and the rest into JSON."""
+    if thing is None or isinstance(thing, bool | int | float | str):
+        return thing
+    if isinstance(thing, Tensor):
+        tensors[name] = _copied(thing)
+        return {"tensor": name, "device": str(thing.device)}
+    if isinstance(thing, torch.dtype):
+        return {"dtype": str(thing).removeprefix("torch.")}
+    if isinstance(thing, torch.device):
+        return {"device": str(thing)}
+    if isinstance(thing, dict):
+        return {"dict": [[key, _encode(each, f"{name}.{key}", tensors)] for key, each in thing.items()]}
+    if isinstance(thing, list | tuple):
+        kind = "tuple" if isinstance(thing, tuple) else "list"
+        return {kind: [_encode(each, f"{name}.{at}", tensors) for at, each in enumerate(thing)]}
+    raise FadeError(
+        f"layer {name} holds a {type(thing).__name__}, which a session cannot store; sessions know tensors, "
+        "containers, numbers and text"
+    )
+
+
+def _decode(stored: Any, tensors: Mapping[str, Tensor], model: nn.Module) -> Any:
+    """Undo :func:`_encode`, on the model's device."""
+    if not isinstance(stored, dict):
+        return stored
+    if "tensor" in stored:
+        return _copied(tensors[stored["tensor"]], _device(model, stored["device"]))
+    ((kind, inside),) = stored.items()
+    if kind == "dtype":
+        return getattr(torch, inside)
+    if kind == "device":
+        return _device(model, inside)
+    if kind == "dict":
+        return {key: _decode(each, tensors, model) for key, each in inside}
+    return (tuple if kind == "tuple" else list)(_decode(each, tensors, model) for each in inside)
+
+
+def _device(model: nn.Module, stored: str) -> torch.device:
+    """Where a tensor goes: to the model, or to where it was if the model is on several devices."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return devices.pop() if len(devices) == 1 else torch.device(stored)
+
+
+def _copied(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    return tensor.detach().to(device, copy=True)
