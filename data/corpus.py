@@ -1,7 +1,8 @@
 """The built-in corpus: real text that every machine with this project already has. Nothing is downloaded.
 
-Four families: the reference topics of the standard library, docstrings of its modules, source of its other
-modules, and docstrings of installed scientific packages. Files are read and parsed with ``ast``, never imported.
+Four families to train on: the reference topics of the standard library, docstrings of its modules, source of its other
+modules, and docstrings of installed scientific packages. A fifth to test on: what installed packages say of themselves
+on their front pages. Files are read and parsed with ``ast``, never imported.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
 PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sklearn", "sympy")  # dependencies of the dependencies
+MIN_README = 4000  # characters
 MIN_DOCSTRING = 400  # characters; shorter docstrings are mostly signatures
 _LEFT_OUT = {
     "__pycache__", "_vendor", "conftest", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
@@ -55,6 +58,19 @@ def builtin_families(seed: int) -> list[Iterator[Text]]:
         _sources("stdlib-source", [file for file in stdlib if _reads_as_source(file)]),
         _docstrings("package-docs", _shuffled(_package_files(), seed)),
     ]
+
+
+def builtin_readmes(seed: int) -> Iterator[Text]:
+    """Stream the front pages of installed packages, a source that no training text comes from.
+
+    Example:
+        >>> next(builtin_readmes(seed=0)).source
+        'readmes'
+    """
+    pages = {one.metadata["Name"]: one.read_text("METADATA") or "" for one in distributions()}
+    names = sorted(name for name, page in pages.items() if name and len(page) >= MIN_README)
+    for name in random.Random(f"corpus {seed}").sample(names, len(names)):
+        yield Text("readmes", f"readmes/{name}", pages[name].partition("\n\n")[2])
 
 
 def python_files(root: Path) -> list[tuple[str, Path]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.corpus import Text, builtin_families
+from data.corpus import Text, builtin_families, builtin_readmes
 from predictor.errors import FadeError
 
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -49,7 +49,7 @@ def load_documents(
     """Put together documents of at least ``length`` from text sources, in turn from each source.
 
     Args:
-        sources: ``"builtin"``, a .txt, .md or .jsonl file (one object with a ``text`` field a line), a folder of
+        sources: ``"builtin"``, ``"builtin:readmes"`` (to test on), a .txt, .md or .jsonl file (one object with a ``text`` field a line), a folder of
             such files, or ``"hf:NAME"``, ``"hf:NAME:CONFIG"``, ``"hf:NAME:CONFIG:SPLIT"`` for a dataset of the
             Hugging Face hub (or a dataset folder on disk).
         train: number of train documents. validation: number of validation documents.
@@ -111,6 +111,8 @@ def open_source(source: str, seed: int = 0) -> list[Iterator[Text]]:
     """
     if source == "builtin":
         return builtin_families(seed)
+    if source == "builtin:readmes":
+        return [builtin_readmes(seed)]
     if source.startswith("hf:"):
         return [_dataset(source)]
     path = Path(source)
