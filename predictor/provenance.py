@@ -41,7 +41,12 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def head_dim(config: Any) -> int:
     """Head dimension of a text config, given or derived from the hidden size."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return _given(config, "head_dim") or config.hidden_size // config.num_attention_heads
+
+
+def _given(config: Any, name: str) -> Any:
+    """An option of a config; where layers have their own (Gemma 4) the general one, which ``getattr`` refuses."""
+    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
 
 
 def model_provenance(model: Any, tokenizer: Any = None) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def model_provenance(model: Any, tokenizer: Any = None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "kv_heads": _given(config, "num_key_value_heads") or config.num_attention_heads,
         "query_heads": config.num_attention_heads,
         "head_dim": head_dim(config),
         "vocab_size": config.vocab_size,

@@ -1,0 +1,459 @@
+"""A session goes on in another process as if nothing had happened, or is refused by name."""
+
+import copy
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache, load_session, save_session
+from fade_runtime.hf import forward_kwargs
+from fade_runtime.pq import CodebookSet, LayerCodebook, PQCodebook
+from fade_runtime.session import FACTS, TENSORS
+from predictor.budgets import HeadBudgets
+from predictor.provenance import model_provenance
+from tests.conftest import ROOT, make_tiny_model
+from tests.families import FAMILIES
+
+from .test_memory import reachable_bytes
+from .test_policy import _bundle
+
+PROMPT, BEFORE, AFTER = 90, 11, 21
+TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=8, int4_budget=20, low_budget=12, reassign_every=8)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+CASES: dict[str, dict[str, Any]] = {
+    "nothing compressed": dict(recent_window=500),
+    "int4": dict(recent_window=8),
+    "share of the context": dict(TIGHT, int4_budget=0.2, low_budget=0.1),
+    "position": dict(TIGHT, eviction_policy="position"),
+    "h2o": TIGHT,
+    "ema": dict(TIGHT, eviction_policy="ema", middle_k_bits=8, middle_v_bits=8),
+    "adaptive": dict(TIGHT, eviction_policy="adaptive"),
+    "learned": dict(TIGHT, eviction_policy="learned"),
+    "streaming": dict(TIGHT, positions="streaming"),
+    "pq": dict(TIGHT, low_tier="pq"),
+    "pq streaming": dict(TIGHT, low_tier="pq", positions="streaming", eviction_policy="position"),
+    "in the middle of a prompt": dict(TIGHT, chunked_prefill=True),
+    "bf16": TIGHT,
+    "dynamic rope": dict(TIGHT, positions="streaming"),
+    "gemma3": TIGHT,
+    "gemma4_shared": TIGHT,
+    "qwen3_next": TIGHT,
+    "qwen3_5": TIGHT,
+    "lfm2": TIGHT,
+}
+
+
+def make_model(case: str) -> Any:
+    if case in FAMILIES:
+        return FAMILIES[case]()
+    if case == "dynamic rope":
+        return make_tiny_model(max_position_embeddings=64, rope_parameters=DYNAMIC)
+    return make_tiny_model().to(torch.bfloat16 if case == "bf16" else torch.float32)
+
+
+def ids_and_mask() -> tuple[Tensor, Tensor]:
+    """Three rows, of which two are padded on the left."""
+    ids = torch.randint(3, 250, (3, PROMPT + BEFORE + AFTER), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    for row, pad in ((1, 20), (2, 85)):
+        ids[row, :pad], mask[row, :pad] = 257, 0
+    return ids, mask
+
+
+def feed(model: Any, cache: Any, start: int, stop: int, step: int = 1) -> Tensor:
+    """Logits of tokens ``start`` to ``stop``, ``step`` at a time."""
+    ids, mask = ids_and_mask()
+    cuts = [*range(start, stop, step), stop]
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    return torch.cat(
+        [
+            model(
+                ids[:, a:b],
+                attention_mask=mask[:, :b],
+                position_ids=position_ids[:, a:b],
+                **forward_kwargs(cache, model),
+            ).logits
+            for a, b in itertools.pairwise(cuts)
+        ],
+        dim=1,
+    )
+
+
+def play(model: Any, cache: Any, chunked: bool) -> int:
+    """Feed what comes before the session; returns the tokens fed."""
+    if chunked:
+        feed(model, cache, 0, 50, step=25)
+        return 50
+    feed(model, cache, 0, PROMPT, step=PROMPT)
+    feed(model, cache, PROMPT, PROMPT + BEFORE)
+    return PROMPT + BEFORE
+
+
+def play_on(model: Any, cache: Any, fed: int) -> Tensor:
+    """Logits of what comes after it."""
+    parts = [feed(model, cache, fed, PROMPT, step=25)] if fed < PROMPT else []
+    return torch.cat([*parts, feed(model, cache, max(fed, PROMPT), PROMPT + BEFORE + AFTER)], dim=1)
+
+
+def resume_all(folder: str, cases: list[str]) -> None:
+    """What the other process does."""
+    for case in cases:
+        model = make_model(case)
+        cache = load_session(model, Path(folder, case))
+        assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
+        save_file({"logits": play_on(model, cache, cache.get_seq_length())}, Path(folder, f"{case}.logits"))
+
+
+def make_codebook(model: Any, seed: int = 0) -> CodebookSet:
+    """Random centroids of about the size of keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    books = [PQCodebook(torch.randn(4, 32, 4, generator=generator).half()) for _ in range(4)]
+    return CodebookSet([LayerCodebook(*books[:2]), LayerCodebook(*books[2:])], model_provenance(model))
+
+
+def make_config(case: str, model: Any, folder: Path) -> FadeConfig:
+    options = dict(CASES[case])
+    if options.get("eviction_policy") == "learned":
+        lost = torch.tensor([[[1.0, 0.2, 0.0], [0.5, 0.1, 0.0]], [[0.1, 0.05, 0.0], [1.0, 0.9, 0.0]]])
+        budgets = HeadBudgets(lost, shares=(0.0, 0.5, 1.0))
+        options["predictor"] = str(_bundle(folder, model, budgets=budgets))
+    if options.get("low_tier") == "pq":
+        options["codebook"] = make_codebook(model).save(folder / "codebook")
+    return FadeConfig(**options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sessions")
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each case, logits with and without a session in between."""
+    expected, skipped = {}, []
+    for case in CASES:
+        try:
+            model = make_model(case)
+        except pytest.skip.Exception:
+            skipped.append(case)
+            continue
+        cache = create_tiered_cache(model, make_config(case, model, folder))
+        fed = play(model, cache, chunked=case == "in the middle of a prompt")
+        save_session(cache, folder / case)
+        expected[case] = play_on(model, cache, fed)
+    code = (
+        f"from tests.runtime.test_session import resume_all; resume_all({str(folder)!r}, {list(expected)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    got = {case: load_file(folder / f"{case}.logits")["logits"] for case in expected}
+    return {case: (got[case], logits) for case, logits in expected.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_process_goes_on_with_exactly_the_same_logits(
+    case: str, resumed: dict[str, tuple[Tensor, Tensor]]
+) -> None:
+    if case not in resumed:
+        pytest.skip(f"this transformers has no {case}")
+    got, expected = resumed[case]
+    assert bool(expected.isfinite().all())
+    assert torch.equal(got, expected)
+
+
+def differences(a: Any, b: Any, where: str = "cache") -> list[str]:
+    """Where two objects differ: attributes, items, tensors with their dtypes and strides."""
+    if type(a) is not type(b):
+        return [f"{where}: {type(a)} and {type(b)}"]
+    if isinstance(a, Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        dense = a.is_contiguous() or a.numel() < a.untyped_storage().nbytes() // a.element_size()
+        return [] if alike and (dense or a.stride() == b.stride()) else [where]
+    if isinstance(a, dict):
+        found = [f"{where} {key}" for key in a.keys() ^ b.keys()]
+        return found + [
+            d for key in a.keys() & b.keys() for d in differences(a[key], b[key], f"{where}.{key}")
+        ]
+    if isinstance(a, (list, tuple)):
+        pairs = enumerate(zip(a, b))
+        return [where] * (len(a) != len(b)) + [
+            d for i, (x, y) in pairs for d in differences(x, y, f"{where}[{i}]")
+        ]
+    if (
+        isinstance(a, nn.Module)
+        or callable(a)
+        or type(a).__module__ in ("predictor.rope", "fade_runtime.policy")
+    ):
+        return []  # of the model, not of the text
+    return differences(vars(a), vars(b), where) if hasattr(a, "__dict__") else [where] * (a != b)
+
+
+@pytest.mark.parametrize(
+    "case", ["learned", "pq streaming", "in the middle of a prompt", "qwen3_next", "gemma3"]
+)
+def test_every_attribute_comes_back(case: str, tmp_path: Path) -> None:
+    """So that a new attribute of a layer cannot be forgotten."""
+    model = make_model(case)
+    config = make_config(case, model, tmp_path)
+    cache, other = create_tiered_cache(model, config), create_tiered_cache(model, config)
+    play(model, cache, chunked=case == "in the middle of a prompt")
+    feed(model, other, 0, 33, step=33)  # it is used when the session comes
+    assert differences(cache.layers, other.layers) != []
+    other.load_cache_state_dict(cache.cache_state_dict())
+    for layer in (*cache.tiered, *other.tiered):
+        layer._new = layer._attended = 0  # of the last call
+    assert differences(cache.layers, other.layers) == []
+    assert other.memory_report()["resident_bytes"] == reachable_bytes(other)
+    assert other.memory_report()["tokens"] == cache.memory_report()["tokens"]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return make_tiny_model(num_hidden_layers=1)
+
+
+def filled(model: Any, tokens: int = 60, **options: Any) -> TieredCache:
+    cache = create_tiered_cache(model, FadeConfig(**{**TIGHT, **options}))
+    feed(model, cache, 0, tokens, step=tokens)
+    return cache
+
+
+def test_a_state_is_a_copy_and_plain(tiny: Any) -> None:
+    cache = filled(tiny)
+    state = cache.cache_state_dict()
+    kept = copy.deepcopy(state)
+    feed(tiny, cache, 60, 80)
+    facts, known = state.pop("facts"), kept.pop("facts")
+    assert json.loads(json.dumps(facts)) == known
+    assert all(isinstance(t, Tensor) and torch.equal(t, kept[name]) for name, t in state.items())
+    assert {name for name in state if "full" in name} == {
+        f"0.full.{n}" for n in ("key", "value", "slots", "state")
+    }
+
+
+def test_an_empty_cache_is_a_session_too(tiny: Any, tmp_path: Path) -> None:
+    used = filled(tiny)
+    used.load_session(create_tiered_cache(tiny, used.config).save_session(tmp_path / "empty"))
+    assert used.get_seq_length() == 0
+    assert torch.equal(
+        feed(tiny, used, 0, 60, step=60), feed(tiny, create_tiered_cache(tiny), 0, 60, step=60)
+    )
+
+
+def test_a_session_replaces_a_session_and_nothing_else(tiny: Any, tmp_path: Path) -> None:
+    cache = filled(tiny)
+    path = cache.save_session(tmp_path / "s")
+    feed(tiny, cache, 60, 70)
+    cache.save_session(path)
+    assert load_session(tiny, path).get_seq_length() == 70
+    assert sorted(each.name for each in path.iterdir()) == sorted((TENSORS, FACTS))
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "to.txt").write_text("dear")
+    with pytest.raises(FadeError, match=r"letters is there already and is not a session"):
+        cache.save_session(tmp_path / "letters")
+    with pytest.raises(FadeError, match=r"cannot be written"):
+        cache.save_session(tmp_path / "letters" / "to.txt" / "s")
+    assert (tmp_path / "letters" / "to.txt").read_text() == "dear"
+
+
+@pytest.fixture(scope="module")
+def written(tiny: Any, folder: Path) -> tuple[Path, TieredCache, dict[str, Any]]:
+    """A session, another cache that is to survive, and what that cache holds."""
+    path = filled(tiny).save_session(folder / "written")
+    cache = filled(tiny, tokens=70)
+    return path, cache, cache.cache_state_dict()
+
+
+def assert_refused(path: Path, cache: TieredCache, before: dict[str, Any], match: str) -> None:
+    layers = cache.layers
+    with pytest.raises(FadeError, match=match):
+        cache.load_session(path)
+    assert cache.layers is layers
+    assert differences(cache.cache_state_dict(), before) == []
+
+
+def damaged_copy(path: Path, name: str, content: bytes) -> Path:
+    other = path.parent / "damaged"
+    other.mkdir(exist_ok=True)
+    for each in (TENSORS, FACTS):
+        (other / each).write_bytes(content if each == name else (path / each).read_bytes())
+    return other
+
+
+@pytest.mark.parametrize("name", [TENSORS, FACTS])
+@given(data=st.data())
+def test_a_session_cut_at_any_byte_is_refused(
+    name: str, data: st.DataObject, written: tuple[Path, TieredCache, dict[str, Any]]
+) -> None:
+    path, *receiver = written
+    content = (path / name).read_bytes()
+    cut = data.draw(st.integers(0, len(content) - 1))
+    assert_refused(damaged_copy(path, name, content[:cut]), *receiver, match="session .* is damaged")
+
+
+@pytest.mark.parametrize("name", [TENSORS, FACTS])
+@given(data=st.data())
+def test_a_session_with_a_wrong_byte_is_refused(
+    name: str, data: st.DataObject, written: tuple[Path, TieredCache, dict[str, Any]]
+) -> None:
+    path, *receiver = written
+    content = bytearray((path / name).read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert_refused(
+        damaged_copy(path, name, bytes(content)), *receiver, match="session .* (is damaged|has format)"
+    )
+
+
+def test_the_last_byte_and_no_byte_count_too(written: tuple[Path, TieredCache, dict[str, Any]]) -> None:
+    path, *receiver = written
+    for name in (TENSORS, FACTS):
+        content = (path / name).read_bytes()
+        for cut in (b"", content[:1], content[:-1], content + b" "):
+            assert_refused(damaged_copy(path, name, cut), *receiver, match="is damaged")
+    other = damaged_copy(path, FACTS, (path / FACTS).read_bytes())
+    (other / TENSORS).unlink()
+    assert_refused(other, *receiver, match="is damaged: its files cannot be read")
+    (other / FACTS).unlink()
+    assert_refused(other, *receiver, match="there is no session at")
+
+
+def test_a_state_that_lacks_something_is_refused(tiny: Any) -> None:
+    cache = filled(tiny)
+    layers, whole = cache.layers, cache.cache_state_dict()
+    for change in (
+        lambda state: state.pop("0.packed.key_codes"),
+        lambda state: state.update({"0.pad": state["0.pad"][:1]}),
+        lambda state: state.update({"0.pad": state["0.pad"].int()}),
+        lambda state: state["facts"]["layers"][0].pop("seen"),
+        lambda state: state["facts"]["layers"].pop(),
+        lambda state: state.pop("facts"),
+    ):
+        state = copy.deepcopy(whole)
+        change(state)
+        with pytest.raises(FadeError, match="session is damaged"):
+            cache.load_cache_state_dict(state)
+        assert cache.layers is layers
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"n_sink": 3}, r"was made with n_sink 2, this cache has 3"),
+        ({"int4_budget": 21}, r"int4_budget 20, this cache has 21"),
+        ({"int4_budget": 1.0}, r"int4_budget 20, this cache has 1.0"),
+        ({"low_v_bits": 4}, r"low_v_bits 2, this cache has 4"),
+        ({"eviction_policy": "ema"}, r"eviction_policy 'h2o', this cache has 'ema'"),
+        ({"positions": "streaming"}, r"positions 'original', this cache has 'streaming'"),
+        ({"chunked_prefill": True}, r"chunked_prefill False, this cache has True"),
+    ],
+    ids=str,
+)
+def test_other_options_are_refused(
+    options: dict[str, Any], match: str, tiny: Any, written: tuple[Path, TieredCache, dict[str, Any]]
+) -> None:
+    config = FadeConfig(**{**TIGHT, **options})
+    with pytest.raises(FadeError, match=match):
+        load_session(tiny, written[0], config)
+
+
+def test_options_that_change_nothing_may_differ(
+    tiny: Any, written: tuple[Path, TieredCache, dict[str, Any]]
+) -> None:
+    assert load_session(tiny, written[0], FadeConfig(**TIGHT, strict=False, phase="2")).get_seq_length() == 60
+
+
+def test_another_model_or_dtype_is_refused(written: tuple[Path, TieredCache, dict[str, Any]]) -> None:
+    path, cache, _ = written
+    with pytest.raises(FadeError, match=r"was made for another model: weights is"):
+        load_session(make_tiny_model(num_hidden_layers=1, seed=1), path, cache.config)
+    with pytest.raises(FadeError, match=r"was made for another model: layers is 1 there and 2 here"):
+        load_session(make_tiny_model(), path)
+    with pytest.raises(FadeError, match=r"in torch.float32, this one is in torch.bfloat16"):
+        load_session(make_tiny_model(num_hidden_layers=1).to(torch.bfloat16), path)
+
+
+def test_another_codebook_or_predictor_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_model()
+    ours, theirs = make_codebook(model), make_codebook(model, seed=1)
+    path = filled(model, low_tier="pq", codebook=ours).save_session(tmp_path / "s")
+    assert load_session(model, path, FadeConfig(**TIGHT, low_tier="pq", codebook=ours)).get_seq_length() == 60
+    with pytest.raises(FadeError, match=r"made with another codebook .*give the same one"):
+        load_session(model, path, FadeConfig(**TIGHT, low_tier="pq", codebook=theirs))
+    with pytest.raises(FadeError, match=r"cannot be set up as it was: there is no codebook at codebook"):
+        load_session(model, path)
+
+    bundles = [_bundle(tmp_path / str(seed), model) for seed in (1, 2)]
+    facts = json.loads((bundles[1] / "bundle.json").read_text())
+    facts["spec"]["horizon"] = 16
+    (bundles[1] / "bundle.json").write_text(json.dumps(facts))
+    path = filled(model, eviction_policy="learned", predictor=bundles[0]).save_session(tmp_path / "s")
+    with pytest.raises(FadeError, match=r"made with another predictor"):
+        load_session(model, path, FadeConfig(**TIGHT, eviction_policy="learned", predictor=bundles[1]))
+
+
+def test_a_newer_format_is_named(written: tuple[Path, TieredCache, dict[str, Any]]) -> None:
+    path, *receiver = written
+    facts = {**json.loads((path / FACTS).read_text()), "version": 99}
+    other = damaged_copy(path, FACTS, json.dumps(facts).encode())
+    assert_refused(other, *receiver, match="has format 99, this release reads up to 1; upgrade")
+
+
+def test_a_cache_does_not_keep_its_model_alive() -> None:
+    model = make_tiny_model(num_hidden_layers=1)
+    cache, gone = filled(model), weakref.ref(model)
+    state = cache.cache_state_dict()
+    del model
+    gc.collect()
+    assert gone() is None
+    for call in (cache.cache_state_dict, lambda: cache.load_cache_state_dict(state)):
+        with pytest.raises(FadeError, match="model is gone"):
+            call()
+
+
+def test_a_cache_outlives_none_of_its_references(tiny: Any, tmp_path: Path) -> None:
+    cache = load_session(tiny, filled(tiny).save_session(tmp_path / "s"))
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_layer_of_another_transformers_is_named(tmp_path: Path) -> None:
+    model = FAMILIES["gemma3"]()
+    cache = create_tiered_cache(model, FadeConfig(**TIGHT))
+    feed(model, cache, 0, 60, step=60)
+    state = cache.cache_state_dict()
+    attributes = state["facts"]["layers"][1]["attributes"]["dict"]
+    attributes[:] = [item for item in attributes if item[0] != "record_past"]
+    with pytest.raises(FadeError, match=r"has no 'record_past' for layer 1, a DynamicSlidingWindowLayer"):
+        cache.load_cache_state_dict(state)
+    cache.layers[1].thing = object()
+    with pytest.raises(FadeError, match=r"layer 1.thing holds a object, which a session cannot store"):
+        cache.save_session(tmp_path / "s")
+
+
+def test_generation_goes_on(tmp_path: Path, tiny: Any) -> None:
+    """Several turns of plain ``generate`` with a session between them."""
+    ids = ids_and_mask()[0][:1, :60]
+    whole = create_tiered_cache(tiny, FadeConfig(**TIGHT))
+    options = dict(max_new_tokens=20, do_sample=False)
+    first = tiny.generate(ids, **forward_kwargs(whole, tiny), **options)
+    parted = load_session(tiny, save_session(whole, tmp_path / "s"))
+    turn = torch.cat((first, ids[:, :9]), dim=1)
+    expected = tiny.generate(turn, **forward_kwargs(whole, tiny), **options)
+    assert torch.equal(tiny.generate(turn, **forward_kwargs(parted, tiny), **options), expected)
