@@ -26,6 +26,7 @@ def generate(
     max_new_tokens: int = 64,
     dtype: str = "bfloat16",
     tracking_uri: str | None = None,
+    telemetry: Path | None = None,
 ) -> None:
     """Generate text with a tiered cache and report what it saved.
 
@@ -42,20 +43,24 @@ def generate(
         max_new_tokens: at most this many tokens are generated, greedily.
         dtype: of the model: float32, bfloat16 or float16.
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
+        telemetry: file that gets a line of JSON for each reassignment of each layer: tokens per tier, bytes, time.
     """
     from data.lm import load_lm
-    from fade_runtime import create_tiered_cache
+    from fade_runtime import JsonlExporter, attach_telemetry, create_tiered_cache
     from fade_runtime.hf import forward_kwargs
 
     if max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
     config = choose_config(_resolve(predictor, tracking_uri), preset, policy, budget)
     given = read_prompt(prompt, prompt_file)
+    exporter = None if telemetry is None else JsonlExporter(telemetry)
     lm, tokenizer = load_lm(model, dtype)
     text = given or builtin_prompt(tokenizer, prompt_tokens)
     inputs = chat_inputs(tokenizer, text)
 
     cache = create_tiered_cache(lm, config=config)
+    if exporter is not None:
+        attach_telemetry(cache, exporter)
     streamer = timed_streamer(tokenizer)
     length = inputs["input_ids"].shape[1]
     print(f"prompt: {length:,} tokens; cache: {describe(config)}\n", flush=True)
@@ -139,7 +144,7 @@ def chat_inputs(tokenizer: Any, text: str) -> dict[str, Any]:
 def describe(config: Any) -> str:
     """What a FadeConfig does, in a few words."""
     exact = f"first {config.n_sink} and last {config.recent_window} tokens exact, "
-    if not config.evicts:
+    if config.int4_budget is None:
         return exact + "all others in 4 bits, nothing evicted"
     share = config.int4_budget
     kept = f"{share:.0%} of the context" if isinstance(share, float) else f"{share:,} tokens"

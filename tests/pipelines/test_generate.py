@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ def test_a_predictor_decides_and_saves_memory(
         found[name] = float(re.search(r"\): ([\d.]+)x|: ([\d.]+)x smaller", out).group(2))  # type: ignore[union-attr]
     assert found["learned"] > found["safe"] > 1
     assert "40 tokens kept in 4 bits, chosen by policy 'learned'" in out
+
+
+def test_telemetry_is_written_where_it_is_asked_for(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    args = ("--model", tiny_model_dir, "--prompt", PROMPT, "--max_new_tokens", 2, "--dtype", "float32")
+    status, _, err = run(capsys, *args, "--telemetry", tmp_path / "events.jsonl")
+    assert (status, err) == (0, "")
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["layer"], event["seen"]) for event in events] == [(0, len(PROMPT)), (1, len(PROMPT))]
+    status, _, err = run(capsys, *args, "--telemetry", tmp_path)
+    assert status == 2
+    assert "cannot be written" in err
 
 
 def test_the_built_in_prompt_is_long_and_ends_in_a_question(
