@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.trace import Traces
+from pipelines.certify import THIS, HeldOutTexts, as_facts, verdict
 from pipelines.cli import run
 from predictor.budgets import HeadBudgets, learn_budgets
 from predictor.bundle import Predictor, load_bundle, save_bundle
 from predictor.errors import FadeError
+from predictor.nets import ScoreNet, TokenMLP
 from predictor.registry import register_bundle
 
 BEST = "best"  # the bundle of the best epoch, inside a folder that `lightning fit` wrote
@@ -26,14 +29,22 @@ def register(
     traces: str = "artefacts/traces/demo",
     bundle: str | None = None,
     alias: str = "champion",
+    model: str = "artefacts/models/smollm2-135m-instruct",
+    held_out: list[str] = ["builtin:readmes"],  # noqa: B006
+    held_out_documents: int = 2,
+    context: int = 1024,
+    steps: int = 32,
+    budget: float = 0.25,
     tracking_uri: str | None = None,
 ) -> int:
-    """Register a trained predictor, and promote it if it is at least as good as the best built-in heuristic.
+    """Register a trained predictor, and promote it if it serves the cache better than everything built in.
 
     Measures recovery on the validation documents of the traces it was trained on, learns from the training documents
-    how much each kv head must keep, writes a bundle with both, and registers it as the next version. The alias is set
-    when recovery at budget 0.25 is at least that of the best heuristic; otherwise one line says why not and the exit
-    status is 3.
+    how much each kv head must keep, then measures in the cache, on text of another source, what it costs the language
+    model: KL on average, KL of the worst text, KL where the text is a copy, top-1. Writes a bundle with all of it and
+    registers it as the next version. The alias is set when its recovery is at least that of the best heuristic, and in
+    the cache it is nowhere worse than position, h2o, ema, or the untrained closed form with head budgets of its own,
+    and somewhere better than the heuristics; otherwise one line says why not and the exit status is 3.
 
     Args:
         checkpoint: folder that ``lightning fit`` wrote (its option ``output``), or a bundle.
@@ -41,11 +52,22 @@ def register(
         traces: folder of the traces that the predictor was trained on.
         bundle: folder to write the bundle to; artefacts/bundles/NAME by default.
         alias: set on the new version if it is good enough.
+        model: directory or hub id of the language model that it was trained for.
+        held_out: text to measure on in the cache, of sources that were not trained on (as for collect_traces).
+        held_out_documents: how many documents of it; each is measured as it is, and as the source of a copy.
+        context: tokens of each document before decoding starts.
+        steps: tokens decoded after it, teacher-forced.
+        budget: share of the context that is kept in the body of the cache.
         tracking_uri: MLflow tracking URI; MLFLOW_TRACKING_URI by default, else sqlite under artefacts.
 
     Returns:
         The exit status: 0 promoted, 3 registered without the alias.
     """
+    if steps < 2 or held_out_documents < 1 or not 0 < budget <= 1:
+        raise FadeError(
+            f"steps {steps}, held_out_documents {held_out_documents}, budget {budget}: use at least 2, at least 1, "
+            "and a share in (0, 1]"
+        )
     predictor, collection = _load(checkpoint), Traces(traces)
     facts = trace_facts(collection)
     if predictor.manifest.get("traces_sha256") != facts["traces_sha256"]:
@@ -60,7 +82,16 @@ def register(
     print(format_table(table))
     best, mark = best_heuristic(table)
     reached = table["net"][GATE]
+    predictor.budgets = head_budgets(predictor.net, traces)
     promoted = reached >= mark
+    reason = f"recovery {reached:.4f} at budget {GATE} against {mark:.4f} of {best}, the best heuristic"
+    certificate = None
+    if promoted:
+        closed_form = Predictor(TokenMLP(), predictor.spec, predictor.provenance)
+        closed_form.budgets = head_budgets(closed_form.net, traces)
+        texts = HeldOutTexts(model, held_out, held_out_documents, context, steps)
+        certificate = texts.certificate(predictor, closed_form, budget, not_from=sources(collection))
+        promoted, reason = verdict(certificate["figures"])
 
     folder = save_bundle(
         Path(bundle or f"artefacts/bundles/{name}"),
@@ -69,7 +100,8 @@ def register(
         provenance=predictor.provenance,
         metrics=board.values(),
         manifest=predictor.manifest,
-        budgets=head_budgets(predictor, traces),
+        budgets=predictor.budgets,
+        certificate=None if certificate is None else as_facts(certificate),
     )
     tags = {
         "kind": predictor.net.kind,
@@ -77,22 +109,30 @@ def register(
         "best_heuristic": best,
         f"best_heuristic_recovery_at_{GATE}": f"{mark:.5f}",
         "traces_sha256": facts["traces_sha256"],
+        "verdict": reason,
+        **certificate_tags(certificate),
     }
     version = register_bundle(
         folder, name, alias=alias if promoted else None, tags=tags, tracking_uri=tracking_uri
     )
     print(f"bundle {folder}, version {version} of {name}")
-    comparison = f"recovery {reached:.4f} at budget {GATE} against {mark:.4f} of {best}, the best heuristic"
     if not promoted:
         print(
-            f"not promoted: {comparison}; alias {alias} stays where it was. Train longer or on more documents, "
+            f"not promoted: {reason}; alias {alias} stays where it was. Train longer or on more documents, "
             f"or use models:/{name}/{version} as it is.",
             file=sys.stderr,
         )
         return NOT_PROMOTED
-    print(f"promoted: {comparison}")
+    print(f"promoted: {reason}")
     print(f"use it as: models:/{name}@{alias}")
     return 0
+
+
+def certificate_tags(certificate: dict[str, Any] | None) -> dict[str, str]:
+    """What the registry shows of a certificate: the predictor's own figures."""
+    if certificate is None:
+        return {}
+    return {f"cache_{name}": f"{value:.5f}" for name, value in asdict(certificate["figures"][THIS]).items()}
 
 
 def _load(checkpoint: str) -> Predictor:
@@ -121,8 +161,8 @@ def evaluate(predictor: Predictor, traces: str) -> Any:
     return board
 
 
-def head_budgets(predictor: Predictor, traces: str) -> HeadBudgets:
-    """Learn how much each kv head must keep under this predictor's scores, from the training documents."""
+def head_budgets(net: ScoreNet, traces: str) -> HeadBudgets:
+    """Learn how much each kv head must keep under a network's scores, from the training documents."""
     from tqdm import tqdm
 
     from data.datamodule import TraceDataModule
@@ -131,7 +171,7 @@ def head_budgets(predictor: Predictor, traces: str) -> HeadBudgets:
     module = TraceDataModule(traces)
     module.setup("fit")
     batches = tqdm(module.train_dataloader(), desc="Head budgets", unit="batch")
-    return learn_budgets(partial(token_scores, predictor.net), batches)
+    return learn_budgets(partial(token_scores, net), batches)
 
 
 def format_table(table: dict[str, dict[float, float]]) -> str:
@@ -148,6 +188,11 @@ def format_table(table: dict[str, dict[float, float]]) -> str:
     for name in sorted(table, key=lambda row: -table[row][budgets[-1]]):
         lines.append(f"{name:<19}" + "".join(f"{table[name][budget]:>8.4f}" for budget in budgets))
     return "\n".join(lines)
+
+
+def sources(traces: Traces) -> list[str]:
+    """Families of text that a collection was made of, validation included."""
+    return sorted({document["source"] for document in traces.manifest["documents"]})
 
 
 def trace_facts(traces: Traces) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from predictor import scores
 from predictor.budgets import HeadBudgets
+from predictor.card import model_card
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
 from predictor.files import sha256_file, write_aside
@@ -24,7 +24,6 @@ from predictor.provenance import check_provenance
 
 VERSION = 1
 WEIGHTS, FACTS, CARD = "model.safetensors", "bundle.json", "README.md"
-RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>[\d.]+)")
 FIELDS = ("version", "kind", "config", "spec", "provenance", "metrics", "manifest", "weights_sha256")
 
 
@@ -39,6 +38,7 @@ class Predictor(nn.Module):
         metrics: validation numbers, name -> value.
         manifest: facts about the traces it was trained on.
         budgets: how much each kv head must keep, or None.
+        certificate: what was measured in the cache, or None.
     """
 
     def __init__(
@@ -50,9 +50,11 @@ class Predictor(nn.Module):
         manifest: Mapping[str, Any] | None = None,
         name: str = "predictor",
         budgets: HeadBudgets | None = None,
+        certificate: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.budgets = budgets
+        self.certificate = None if certificate is None else dict(certificate)
         self.net, self.spec, self.name = net, spec, name
         self.provenance, self.manifest = dict(provenance), dict(manifest or {})
         self.metrics = dict(metrics or {})
@@ -94,6 +96,7 @@ def save_bundle(
     metrics: Mapping[str, float],
     manifest: Mapping[str, Any],
     budgets: HeadBudgets | None = None,
+    certificate: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a bundle, whole or not at all; an existing one at ``path`` is replaced.
 
@@ -105,6 +108,7 @@ def save_bundle(
         metrics: validation numbers, name -> value.
         manifest: JSON-able facts about the traces: documents, counts, hash.
         budgets: how much each kv head must keep, if that was learned.
+        certificate: what it cost the language model to be cached by it (``pipelines.certify``), if measured.
 
     Returns:
         The path.
@@ -126,10 +130,11 @@ def save_bundle(
             "metrics": dict(metrics),
             "manifest": dict(manifest),
             "budgets": None if budgets is None else budgets.to_dict(),
+            "certificate": None if certificate is None else dict(certificate),
             "weights_sha256": sha256_file(aside / WEIGHTS),
         }
         (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        (aside / CARD).write_text(_card(facts, sum(p.numel() for p in net.parameters())), encoding="utf-8")
+        (aside / CARD).write_text(model_card(facts, sum(p.numel() for p in net.parameters())), encoding="utf-8")
     return path
 
 
@@ -165,7 +170,8 @@ def load_bundle(path: str | Path, name: str | None = None) -> Predictor:
     spec = FeatureSpec.from_dict(facts["spec"])
     net.check_spec(spec)
     budgets = HeadBudgets.from_dict(facts["budgets"]) if facts.get("budgets") else None
-    predictor = Predictor(net, spec, facts["provenance"], facts["metrics"], facts["manifest"], name, budgets)
+    provenance, metrics, manifest = (facts[key] for key in ("provenance", "metrics", "manifest"))
+    predictor = Predictor(net, spec, provenance, metrics, manifest, name, budgets, facts.get("certificate"))
     return predictor.eval().requires_grad_(False)
 
 
@@ -192,99 +198,3 @@ def _read_facts(path: Path, name: str) -> dict[str, Any]:
 
 def _damaged(name: str, why: str) -> FadeError:
     return FadeError(f"bundle {name} is damaged: {why}; fetch or make it again (pipelines.register)")
-
-
-PREDICTS = {
-    "mlp": "A small perceptron scores each cached token by what the prompt's attention shows of it",
-    "cnn": "A small convolutional network forecasts blocks of tokens from the last queries' attention",
-}
-
-
-def _card(facts: Mapping[str, Any], parameters: int) -> str:
-    """Write the model card, for people."""
-    model, spec, manifest, metrics = (facts[key] for key in ("provenance", "spec", "manifest", "metrics"))
-    geometry = ", ".join(str(model.get(key)) for key in ("layers", "kv_heads", "query_heads", "head_dim"))
-    told = {k: v for k, v in manifest.items() if isinstance(v, str | int | float)}
-    return f"""---
-library_name: fade-predictor
-tags: [kv-cache, attention-prediction]
----
-
-# Which cached tokens a language model will look at again
-
-{PREDICTS[facts["kind"]]}.
-A higher score means: keep this token. A cache uses the scores to decide which keys and values stay in memory.
-
-## Made for
-
-One language model only; using it with another is refused.
-
-| | |
-|---|---|
-| architecture | {model.get("model_type")} |
-| layers, kv heads, query heads, head size | {geometry} |
-| weights fingerprint | `{str(model.get("weights"))[:16]}` |
-
-## Trained on
-
-Attention recorded from that model: the last {spec["window"]} queries of each prompt, and what followed.
-
-| | |
-|---|---|
-{_rows(told)}
-## Measured on documents it never saw
-
-Recovery is the share of the attention of the following steps that falls on the kept tokens, when the given share of
-the prompt is kept. The oracle knows the future; the rest are built-in heuristics.
-
-{_recoveries(metrics)}
-## Budgets of heads
-
-{_spread(facts["budgets"])}
-
-## Use
-
-```python
-from fade_runtime import FadeConfig, create_tiered_cache
-
-cache = create_tiered_cache(model, config=FadeConfig.balanced(predictor="path/to/this/directory"))
-model.generate(**inputs, past_key_values=cache)
-```
-
-{parameters:,} parameters, {facts["kind"]}, `{json.dumps(facts["config"])}`; bundle format {facts["version"]}.
-The weights are safetensors; nothing here is executed when it is loaded.
-
-## Limits
-
-It ranks tokens by how much attention they will get, which is not the same as how much the output changes
-without them. It was trained on the texts counted above: measure it on your own before you trust it.
-"""
-
-
-def _recoveries(metrics: Mapping[str, float]) -> str:
-    """Lay ``[WHO/]recovery_at_BUDGET`` out as a table, whoever recovers most first."""
-    found = [(match, value) for key, value in metrics.items() if (match := RECOVERY.fullmatch(key))]
-    budgets = sorted({match["budget"] for match, _ in found}, key=float, reverse=True)
-    table: dict[str, dict[str, float]] = {}
-    for match, value in found:
-        table.setdefault(match["who"] or "**this predictor**", {})[match["budget"]] = value
-    lines = [["kept share", *budgets], ["---"] * (len(budgets) + 1)]
-    for who, row in sorted(table.items(), key=lambda item: -item[1].get(budgets[0], 0.0)):
-        lines.append([who, *(f"{row[b]:.4f}" if b in row else "" for b in budgets)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _spread(stored: dict[str, Any] | None) -> str:
-    """How unequal the heads are, in a sentence."""
-    if stored is None:
-        return "None: all kv heads get the same."
-    shares = sorted(share for layer in HeadBudgets.from_dict(stored).allocate(0.25) for share in layer)
-    few, many = sum(share > 0.5 for share in shares), sum(share < 0.25 for share in shares)
-    return (
-        f"When a quarter of the context may stay, {few} of {len(shares)} kv heads get more than half of it, "
-        f"{many} less than a quarter; the median is {shares[len(shares) // 2]:.0%}."
-    )
-
-
-def _rows(table: Mapping[str, Any]) -> str:
-    return "".join(f"| {key} | {value} |\n" for key, value in table.items())

@@ -19,6 +19,7 @@ from predictor.errors import FadeError
 STORE = "sqlite:///artefacts/mlflow.db"  # unless MLFLOW_TRACKING_URI says otherwise
 EXPERIMENT = "fade-register"
 ARTEFACT = "bundle"  # folder of a registering run that holds the bundle
+SHIPPED = Path(__file__).with_name("bundles")  # bundles that come with the package
 REFERENCE = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[^/@]+))")
 
 
@@ -152,8 +153,9 @@ def load_predictor(ref: str | Path | Predictor, tracking_uri: str | None = None)
     """Load a predictor from wherever it is named.
 
     Args:
-        ref: ``"models:/NAME@alias"``, ``"models:/NAME/3"``, a bundle directory, a hub id ``"org/name"`` (the
-            only form that uses the network), or a predictor, which is returned as it is.
+        ref: ``"models:/NAME@alias"``, ``"models:/NAME/3"``, a bundle directory, the name of a bundle that comes with
+            the package, a hub id ``"org/name"`` (the only form that uses the network), or a predictor, which is
+            returned as it is.
         tracking_uri: see :func:`resolve_store`.
 
     Raises:
@@ -177,9 +179,22 @@ def load_predictor(ref: str | Path | Predictor, tracking_uri: str | None = None)
                     f"{text} is version {version.version}, but its files are gone from {version.source}"
                 ) from error
             return load_bundle(local, name=text)
+    if not Path(text).exists() and text in shipped():
+        return load_bundle(SHIPPED / text, name=text)
     if not Path(text).exists() and is_hub_id(text):
         return load_bundle(_from_hub(text), name=text)
+    if not Path(text).exists() and "/" not in text:
+        names = ", ".join(shipped()) or "none"
+        raise FadeError(
+            f"there is no bundle at {text}, and none of that name comes with the package ({names}); check the path, or "
+            "make one with pipelines.register"
+        )
     return load_bundle(text)
+
+
+def shipped() -> list[str]:
+    """Names of the bundles that come with the package."""
+    return sorted(facts.parent.name for facts in SHIPPED.glob(f"*/{FACTS}"))
 
 
 def is_hub_id(text: str) -> bool:

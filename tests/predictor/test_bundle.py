@@ -177,7 +177,7 @@ def test_a_folder_that_is_no_bundle_is_not_replaced(tmp_path):
 
 def test_a_failed_save_leaves_the_old_bundle(copy, monkeypatch):
     before = sha256_file(copy / WEIGHTS)
-    monkeypatch.setattr("predictor.bundle._card", lambda *_: 1 / 0)
+    monkeypatch.setattr("predictor.bundle.model_card", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write(copy)
     assert sha256_file(copy / WEIGHTS) == before

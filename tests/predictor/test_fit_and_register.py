@@ -12,13 +12,13 @@ import yaml
 
 from data.trace import MANIFEST, SCHEMA_VERSION, Traces, write_manifest, write_shard
 from pipelines.cli import run
-from pipelines.register import NOT_PROMOTED, format_table, register, trace_facts
+from pipelines.register import format_table, register, trace_facts
 from pipelines.train import main
-from predictor.bundle import load_bundle, save_bundle
+from predictor.bundle import load_bundle
 from predictor.features import FEATURES, FeatureSpec
 from predictor.files import sha256_file
 from predictor.nets import BlockCNN
-from predictor.registry import _client, load_predictor
+from predictor.registry import _client
 
 from .conftest import sequence
 
@@ -235,61 +235,6 @@ def test_bad_input_to_fit_is_one_line(traces, store, tmp_path, capsys):
 def test_a_network_for_another_window_is_refused(traces, store, tmp_path, capsys):
     assert fit(traces, store, tmp_path / "out", "--model.net", "predictor.nets.BlockCNN") == 2
     assert "window" in one_line(capsys)
-
-
-def test_register_promotes_what_is_better(fitted, traces, store, tmp_path, capsys):
-    status = register(str(fitted), "better", str(traces), str(tmp_path / "bundle"), tracking_uri=store)
-    told = capsys.readouterr().out
-    assert status == 0, told
-    assert "models:/better@champion" in told
-    champion = load_predictor("models:/better@champion", tracking_uri=store)
-    best = load_bundle(fitted / "best")
-    assert all(
-        torch.equal(tensor, best.net.state_dict()[name]) for name, tensor in champion.net.state_dict().items()
-    )
-    assert champion.metrics["recovery_at_0.25"] == pytest.approx(best.metrics["recovery_at_0.25"], abs=1e-5)
-    tags = _client(store).get_model_version("better", "1").tags
-    assert float(tags["recovery_at_0.25"]) >= float(tags["best_heuristic_recovery_at_0.25"])
-    assert register(str(fitted), "better", str(traces), str(tmp_path / "bundle"), tracking_uri=store) == 0
-    assert _client(store).get_model_version_by_alias("better", "champion").version in (2, "2")
-
-
-def worse(fitted, folder):
-    """The same network with its scores turned round."""
-    predictor = load_bundle(fitted / "best")
-    predictor.net.head.bias.data -= 100
-    predictor.net.head.weight.data *= -100
-    return save_bundle(
-        folder / "best",
-        predictor.net,
-        spec=predictor.spec,
-        provenance=predictor.provenance,
-        metrics={},
-        manifest=predictor.manifest,
-    ).parent
-
-
-def test_register_refuses_to_promote_what_is_worse(fitted, traces, store, tmp_path, capsys):
-    register(str(fitted), "guarded", str(traces), str(tmp_path / "bundle"), tracking_uri=store)
-    bad = worse(fitted, tmp_path / "bad")
-    capsys.readouterr()
-    status = register(str(bad), "guarded", str(traces), str(tmp_path / "bundle"), tracking_uri=store)
-    assert status == NOT_PROMOTED != 0
-    assert one_line(capsys).startswith("not promoted: recovery")
-    client = _client(store)
-    assert client.get_model_version_by_alias("guarded", "champion").version in (1, "1")
-    assert len(client.search_model_versions("name = 'guarded'")) == 2
-    arguments = [
-        "--checkpoint",
-        str(bad),
-        "--name",
-        "never",
-        "--traces",
-        str(traces),
-        "--tracking_uri",
-        store,
-    ]
-    assert run(register, [*arguments, "--bundle", str(tmp_path / "bundle")]) == NOT_PROMOTED
 
 
 def test_bad_input_to_register_is_one_line(fitted, traces, store, tmp_path, capsys):

@@ -1,0 +1,206 @@
+"""Measure a predictor where it will work: in the cache, on text of a source that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fade_runtime import FadeConfig
+from pipelines.measure import FULL, Measured, Method, compare
+from predictor.bundle import Predictor
+from predictor.errors import FadeError
+
+HEURISTICS = ("position", "h2o", "ema")
+THIS, CLOSED_FORM = "this", "closed form"
+TIE = 0.2  # relative difference of two KLs that a handful of documents cannot tell apart
+TIE_KL, TIE_TOP1 = 0.001, 0.01  # and absolute ones, of KLs in nats and of top-1 agreements
+WHAT = ("kl", "worst_kl", "copy_kl", "top1")
+LEAD = 16  # tokens of the repetition that belong to the prompt of a copy
+
+
+@dataclass
+class Figures:
+    """One way to evict, on all texts.
+
+    Attributes:
+        kl, worst_kl: KL(full || evicting) of the next token, nats: mean over texts, and of the worst text.
+        top1: share of steps whose most likely token is the full cache's.
+        copy_kl: KL where the text is a copy of what came before; NaN without such texts.
+        compression: of the cache at the end, as a 16-bit model has it.
+    """
+
+    kl: float
+    worst_kl: float
+    top1: float
+    copy_kl: float
+    compression: float
+
+
+def certify(
+    model: Any,
+    predictor: Predictor,
+    closed_form: Predictor,
+    texts: Sequence[Tensor],
+    *,
+    budget: float,
+    steps: int,
+    on_text: Any = lambda: None,
+) -> dict[str, Figures]:
+    """Compare a predictor with the heuristics, and with the closed form under head budgets of its own, at equal bytes.
+
+    Args:
+        model: the language model, float32.
+        predictor: with its head budgets. closed_form: the untrained network with budgets learned for it.
+        texts: [1, context + steps] token ids each. Every text is measured as it is, and once as the source of a copy.
+        budget: share of the context that is kept in the body. steps: tokens decoded, teacher-forced.
+        on_text: called after each of the ``2 * len(texts)`` comparisons.
+
+    Returns:
+        Figures of :data:`THIS`, :data:`CLOSED_FORM` and each heuristic.
+    """
+    learned = {THIS: predictor, CLOSED_FORM: closed_form}
+    configs = {
+        **{name: FadeConfig(eviction_policy="learned", predictor=each) for name, each in learned.items()},
+        **{name: FadeConfig(eviction_policy=name) for name in HEURISTICS},
+    }
+    methods = [
+        Method(FULL, None),
+        *(Method(n, c.with_options(int4_budget=budget)) for n, c in configs.items()),
+    ]
+    plain: list[list[Measured]] = []
+    copied: list[list[Measured]] = []
+    for tokens in texts:
+        for found, each in ((plain, tokens), (copied, copy_of(tokens, steps))):
+            found.append(compare(model, methods, each, steps))
+            on_text()
+    return {
+        method.name: _figures([rows[index] for rows in plain], [rows[index] for rows in copied])
+        for index, method in enumerate(methods)
+        if method.name != FULL
+    }
+
+
+def copy_of(tokens: Tensor, steps: int) -> Tensor:
+    """A text of the same length whose end repeats its beginning: what a cache must not have forgotten.
+
+    Example:
+        >>> copy_of(torch.arange(100)[None], steps=4)[0, -22:].tolist()  # the lead is part of the prompt
+        [78, 79, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    """
+    again = LEAD + steps
+    return torch.cat((tokens[:, : tokens.shape[1] - again], tokens[:, :again]), dim=1)
+
+
+def verdict(figures: Mapping[str, Figures]) -> tuple[bool, str]:
+    """Whether a predictor may be promoted, and why.
+
+    It must not be worse than any other way in any figure, and better than every heuristic in at least one; differences
+    under :data:`TIE` (and tiny ones) are ties.
+
+    Example:
+        >>> good, poor = Figures(0.01, 0.02, 0.98, 0.03, 9.0), Figures(0.05, 0.08, 0.93, 1.2, 9.0)
+        >>> verdict({"this": good, "closed form": good, "h2o": poor})
+        (True, 'KL 0.0100 against 0.0500 of h2o, the best heuristic')
+        >>> verdict({"this": poor, "closed form": good, "h2o": poor})
+        (False, 'kl 0.0500 is worse than 0.0100 of closed form')
+    """
+    mine = figures[THIS]
+    for name, other in figures.items():
+        if name == THIS:
+            continue
+        for what in WHAT:
+            ours, theirs = getattr(mine, what), getattr(other, what)
+            if _worse(what, ours, theirs):
+                return False, f"{what} {ours:.4f} is worse than {theirs:.4f} of {name}"
+    name, best = min(
+        ((n, f) for n, f in figures.items() if n not in (THIS, CLOSED_FORM)), key=lambda one: one[1].kl
+    )
+    comparison = f"KL {mine.kl:.4f} against {best.kl:.4f} of {name}, the best heuristic"
+    better = any(_worse(what, getattr(best, what), getattr(mine, what)) for what in WHAT)
+    return better, comparison if better else f"{comparison}: nowhere better"
+
+
+@dataclass
+class HeldOutTexts:
+    """Text to measure on, and the language model that reads it.
+
+    Attributes:
+        model: directory or hub id. sources: as for ``collect_traces``. documents: how many.
+        context, steps: tokens of each before decoding starts, and decoded.
+    """
+
+    model: str
+    sources: list[str]
+    documents: int
+    context: int
+    steps: int
+
+    def certificate(
+        self, predictor: Predictor, closed_form: Predictor, budget: float, not_from: Sequence[str]
+    ) -> dict[str, Any]:
+        """Certify, with a progress bar; returns ``figures`` and what they were measured on.
+
+        Raises:
+            FadeError: another model, too little text, or text of a source that was trained on.
+        """
+        from tqdm import tqdm
+
+        from data.lm import encode, load_lm
+        from data.text import load_documents
+
+        lm, tokenizer = load_lm(self.model, "float32")
+        predictor.check(lm)
+        length = self.context + self.steps
+        measure = lambda text: len(encode(tokenizer, text))
+        found = load_documents(
+            self.sources, train=0, validation=self.documents, length=length, measure=measure
+        )
+        if seen := sorted({one.source for one in found} & set(not_from)):
+            raise FadeError(f"held_out text {seen[0]} was trained on; name text of another source")
+        texts = [torch.tensor(encode(tokenizer, one.text)[:length])[None] for one in found]
+        with tqdm(total=2 * len(texts), desc="In the cache", unit="text") as bar:
+            figures = certify(
+                lm, predictor, closed_form, texts, budget=budget, steps=self.steps, on_text=bar.update
+            )
+        return {
+            "figures": figures,
+            "documents": len(found),
+            "sources": ", ".join(sorted({one.source for one in found})),
+            "context": self.context,
+            "steps": self.steps,
+            "budget": budget,
+        }
+
+
+def as_facts(certificate: Mapping[str, Any]) -> dict[str, Any]:
+    """The certificate as JSON."""
+    figures = {
+        name: {key: round(v, 6) for key, v in asdict(one).items()}
+        for name, one in certificate["figures"].items()
+    }
+    return {**certificate, "figures": figures}
+
+
+def _worse(what: str, ours: float, theirs: float) -> bool:
+    if what == "top1":
+        return ours < theirs - TIE_TOP1
+    return ours > theirs * (1 + TIE) + TIE_KL  # false for NaN
+
+
+def _figures(plain: Sequence[Measured], copied: Sequence[Measured]) -> Figures:
+    kls = [_mean(row.kl) for row in plain]
+    return Figures(
+        kl=_mean(kls),
+        worst_kl=max(kls),
+        top1=_mean([_mean(row.agree) for row in plain]),
+        copy_kl=_mean([_mean(row.kl) for row in copied]),
+        compression=sum(row.full_bytes for row in plain) / sum(row.resident_bytes for row in plain),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,133 @@
+"""The model card of a bundle."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from predictor.budgets import HeadBudgets
+
+RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>[\d.]+)")
+
+PREDICTS = {
+    "mlp": "A small perceptron scores each cached token by what the prompt's attention shows of it",
+    "cnn": "A small convolutional network forecasts blocks of tokens from the last queries' attention",
+}
+
+
+def model_card(facts: Mapping[str, Any], parameters: int) -> str:
+    """Write the model card, for people.
+
+    Args:
+        facts: what ``bundle.json`` holds. parameters: of the network.
+    """
+    model, spec, manifest, metrics = (facts[key] for key in ("provenance", "spec", "manifest", "metrics"))
+    geometry = ", ".join(str(model.get(key)) for key in ("layers", "kv_heads", "query_heads", "head_dim"))
+    told = {k: v for k, v in manifest.items() if isinstance(v, str | int | float)}
+    return f"""---
+library_name: fade-predictor
+tags: [kv-cache, attention-prediction]
+---
+
+# Which cached tokens a language model will look at again
+
+{PREDICTS[facts["kind"]]}.
+A higher score means: keep this token. A cache uses the scores to decide which keys and values stay in memory.
+
+## Made for
+
+One language model only; using it with another is refused.
+
+| | |
+|---|---|
+| architecture | {model.get("model_type")} |
+| layers, kv heads, query heads, head size | {geometry} |
+| weights fingerprint | `{str(model.get("weights"))[:16]}` |
+
+## Trained on
+
+Attention recorded from that model: the last {spec["window"]} queries of each prompt, and what followed.
+
+| | |
+|---|---|
+{_rows(told)}
+## Measured on documents it never saw
+
+Recovery is the share of the attention of the following steps that falls on the kept tokens, when the given share of
+the prompt is kept. The oracle knows the future; the rest are built-in heuristics.
+
+{_recoveries(metrics)}
+{_certified(facts.get("certificate"))}## Budgets of heads
+
+{_spread(facts["budgets"])}
+
+## Use
+
+```python
+from fade_runtime import FadeConfig, create_tiered_cache
+
+cache = create_tiered_cache(model, config=FadeConfig.balanced(predictor="path/to/this/directory"))
+model.generate(**inputs, past_key_values=cache)
+```
+
+{parameters:,} parameters, {facts["kind"]}, `{json.dumps(facts["config"])}`; bundle format {facts["version"]}.
+The weights are safetensors; nothing here is executed when it is loaded.
+
+## Limits
+
+It ranks tokens by how much attention they will get, which is not the same as how much the output changes
+without them. It was trained on the texts counted above: measure it on your own before you trust it.
+"""
+
+
+def _recoveries(metrics: Mapping[str, float]) -> str:
+    """Lay ``[WHO/]recovery_at_BUDGET`` out as a table, whoever recovers most first."""
+    found = [(match, value) for key, value in metrics.items() if (match := RECOVERY.fullmatch(key))]
+    budgets = sorted({match["budget"] for match, _ in found}, key=float, reverse=True)
+    table: dict[str, dict[str, float]] = {}
+    for match, value in found:
+        table.setdefault(match["who"] or "**this predictor**", {})[match["budget"]] = value
+    lines = [["kept share", *budgets], ["---"] * (len(budgets) + 1)]
+    for who, row in sorted(table.items(), key=lambda item: -item[1].get(budgets[0], 0.0)):
+        lines.append([who, *(f"{row[b]:.4f}" if b in row else "" for b in budgets)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _certified(certificate: Mapping[str, Any] | None) -> str:
+    """What it cost the language model, as a section."""
+    if certificate is None:
+        return ""
+    head = f"""## Measured in the cache
+
+KL to the full cache per token, in nats, on {certificate["documents"]} texts of {certificate["sources"]}, which it was
+not trained on: {certificate["context"]:,} tokens, {certificate["steps"]} decoded, {certificate["budget"]:.0%} of
+the context kept in the body, in 4 bits. Copy: the end of the text repeats its beginning.
+
+| | KL, mean | KL, worst | top-1 | KL, copy | compression |
+|---|---|---|---|---|---|
+"""
+    rows = sorted(certificate["figures"].items(), key=lambda one: one[1]["kl"])
+    lines = (
+        f"| {name} | {f['kl']:.4f} | {f['worst_kl']:.4f} | {f['top1']:.1%} | {f['copy_kl']:.4f} | "
+        f"{f['compression']:.2f}x |\n"
+        for name, f in rows
+    )
+    return head + "".join(lines) + "\n"
+
+
+def _spread(stored: dict[str, Any] | None) -> str:
+    """How unequal the heads are, in a sentence."""
+    if stored is None:
+        return "None: all kv heads get the same."
+    shares = sorted(share for layer in HeadBudgets.from_dict(stored).allocate(0.25) for share in layer)
+    few, many = sum(share > 0.5 for share in shares), sum(share < 0.25 for share in shares)
+    return (
+        f"When a quarter of the context may stay, {few} of {len(shares)} kv heads get more than half of it, "
+        f"{many} less than a quarter; the median is {shares[len(shares) // 2]:.0%}."
+    )
+
+
+def _rows(table: Mapping[str, Any]) -> str:
+    return "".join(f"| {key} | {value} |\n" for key, value in table.items())

@@ -1,0 +1,189 @@
+"""`pipelines.register` on a tiny model: measured in the cache, promoted by what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.lm import load_lm
+from data.trace import Traces
+from fade_runtime import FadeConfig
+from pipelines.certify import THIS, Figures, certify, copy_of, verdict
+from pipelines.cli import run
+from pipelines.measure import Method, compare
+from pipelines.register import NOT_PROMOTED, register, trace_facts
+from predictor.bundle import load_bundle, save_bundle
+from predictor.nets import TokenMLP
+from predictor.registry import _client, load_predictor
+
+Registers = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of another source than the traces': numbers in words."""
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    folder = tmp_path_factory.mktemp("other") / "numbers"
+    folder.mkdir()
+    for file in range(3):
+        lines = [" ".join(words[int(d)] for d in str(7919 * (file + 1) * n**3)) for n in range(60)]
+        (folder / f"{file}.txt").write_text("\n\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def closed(tiny_traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The untrained network as a fit would have left it: it ranks as the closed form does."""
+    traces = Traces(tiny_traces)
+    return save_bundle(
+        tmp_path_factory.mktemp("closed") / "bundle", TokenMLP(), spec=traces.spec, provenance=traces.provenance,
+        metrics={}, manifest=trace_facts(traces),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def registers(tiny_traces: Path, tiny_model_dir: Path, other_text: Path, store: str, tmp_path: Path) -> Registers:
+    """The command with all that the tests share filled in."""
+
+    def call(checkpoint: Path, name: str, **options: Any) -> int:
+        given: dict[str, Any] = dict(
+            traces=tiny_traces, bundle=tmp_path / name, model=tiny_model_dir, held_out=[str(other_text)],
+            held_out_documents=2, context=200, steps=16, tracking_uri=store,
+        )  # fmt: skip
+        flags = [f"--{key}={json_of(value)}" for key, value in (given | options).items()]
+        return run(register, [f"--checkpoint={checkpoint}", f"--name={name}", *flags])
+
+    return call
+
+
+def json_of(value: Any) -> str:
+    return str(value) if isinstance(value, Path | str) else json.dumps(value)
+
+
+def test_what_is_measured_decides(
+    registers: Registers, closed: Path, store: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    status = registers(closed, "first")
+    told = capsys.readouterr()
+    bundle = load_bundle(tmp_path / "first")
+    certificate = bundle.certificate
+    assert certificate is not None
+    assert (certificate["sources"], certificate["documents"], certificate["steps"]) == ("numbers", 2, 16)
+    figures = {name: Figures(**one) for name, one in certificate["figures"].items()}
+    assert set(figures) == {THIS, "closed form", "position", "h2o", "ema"}
+    promoted, reason = verdict(figures)
+    assert status == (0 if promoted else NOT_PROMOTED)
+    assert reason in (told.out if promoted else told.err)
+    assert figures[THIS] == figures["closed form"]  # it is the closed form
+    tags = _client(store).get_model_version("first", "1").tags
+    assert float(tags["cache_kl"]) == pytest.approx(figures[THIS].kl, abs=1e-5)
+    assert "## Measured in the cache" in (tmp_path / "first" / "README.md").read_text()
+    champion = bool(_client(store).get_registered_model("first").aliases)
+    assert champion == promoted
+    assert load_predictor("models:/first/1", tracking_uri=store).certificate == certificate
+
+
+def test_figures_are_those_of_the_cache(closed: Path, tiny_model_dir: Path) -> None:
+    """Against a plain comparison of one cache on one text at a time."""
+    lm, _ = load_lm(tiny_model_dir)
+    predictor = load_bundle(closed)
+    texts = [torch.randint(3, 250, (1, 150), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    figures = certify(lm, predictor, predictor, texts, budget=0.2, steps=10)
+    config = FadeConfig(int4_budget=0.2, eviction_policy="h2o")
+    rows = [compare(lm, [Method("full", None), Method("x", config)], t, 10)[1] for t in texts]
+    copies = [compare(lm, [Method("full", None), Method("x", config)], copy_of(t, 10), 10)[1] for t in texts]
+    kls = [sum(row.kl) / 10 for row in rows]
+    assert figures["h2o"].kl == pytest.approx(sum(kls) / 2, rel=1e-4)
+    assert figures["h2o"].worst_kl == pytest.approx(max(kls), rel=1e-4)
+    assert figures["h2o"].top1 == pytest.approx(sum(sum(row.agree) for row in rows) / 20)
+    assert figures["h2o"].copy_kl == pytest.approx(sum(sum(row.kl) for row in copies) / 20, rel=1e-4)
+
+
+def test_a_copy_repeats_its_beginning() -> None:
+    tokens = torch.arange(200)[None]
+    copied = copy_of(tokens, steps=20)
+    assert copied.shape == tokens.shape
+    assert torch.equal(copied[0, :164], tokens[0, :164])
+    assert torch.equal(copied[0, 164:], tokens[0, :36])
+
+
+GOOD = Figures(0.01, 0.02, 0.98, 0.03, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "promoted", "words"),
+    [
+        (GOOD, True, "KL 0.0100 against 0.0500 of ema"),
+        (Figures(0.0115, 0.022, 0.975, 0.035, 9.0), True, "KL 0.0115"),  # ties with the closed form
+        (Figures(0.02, 0.02, 0.98, 0.03, 9.0), False, "kl 0.0200 is worse than 0.0100 of closed form"),
+        (Figures(0.01, 0.30, 0.98, 0.03, 9.0), False, "worst_kl 0.3000 is worse"),
+        (Figures(0.01, 0.02, 0.90, 0.03, 9.0), False, "top1 0.9000 is worse"),
+        (Figures(0.01, 0.02, 0.98, 0.90, 9.0), False, "copy_kl 0.9000 is worse"),
+    ],
+    ids=str,
+)
+def test_verdict(mine: Figures, promoted: bool, words: str) -> None:
+    poor = Figures(0.05, 0.08, 0.93, 1.2, 9.0)
+    worst = Figures(0.2, 0.3, 0.8, 2.0, 9.0)
+    found, reason = verdict({THIS: mine, "closed form": GOOD, "position": worst, "ema": poor})
+    assert (found, reason[: len(words)]) == (promoted, words)
+
+
+def test_no_better_than_a_heuristic_is_not_promoted() -> None:
+    found, reason = verdict({THIS: GOOD, "closed form": GOOD, "ema": GOOD})
+    assert not found
+    assert reason.endswith("nowhere better")
+
+
+def test_what_serves_the_cache_worse_is_not_promoted(
+    registers: Registers, closed: Path, store: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    predictor = load_bundle(closed)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(predictor.net.head.weight, std=1e4)
+    bad = save_bundle(
+        tmp_path / "bad", predictor.net, spec=predictor.spec, provenance=predictor.provenance, metrics={},
+        manifest=predictor.manifest,
+    )  # fmt: skip
+    assert registers(bad, "guarded") == NOT_PROMOTED
+    assert capsys.readouterr().err.splitlines()[-1].startswith("not promoted: ")
+    assert not _client(store).get_registered_model("guarded").aliases
+    version = _client(store).get_model_version("guarded", "1")
+    assert "is worse than" in version.tags["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"held_out": ["missing.txt"]}, "missing.txt does not exist"),
+        ({"context": 100_000}, "text gives"),
+        ({"steps": 1}, "steps 1"),
+        ({"budget": 0.0}, "budget 0.0"),
+    ],
+    ids=str,
+)
+def test_bad_input_registers_nothing(
+    registers: Registers, closed: Path, store: str, tmp_path: Path, capsys: pytest.CaptureFixture,
+    options: dict[str, Any], words: str,
+) -> None:  # fmt: skip
+    assert registers(closed, "nothing", **options) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert "nothing" not in [model.name for model in _client(store).search_registered_models()]
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_text_that_was_trained_on_is_refused(
+    registers: Registers, closed: Path, prose: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert registers(closed, "cheat", held_out=[str(prose)]) == 2
+    assert f"held_out text {prose.name} was trained on" in capsys.readouterr().err
