@@ -21,7 +21,7 @@ from torch import Tensor
 from fade_runtime import hf
 from predictor.errors import FadeError
 from predictor.files import sha256_file, write_aside
-from predictor.provenance import check_provenance
+from predictor.provenance import check_provenance, head_dim
 
 VERSION = 1
 WEIGHTS, FACTS = "codebook.safetensors", "codebook.json"
@@ -254,7 +254,7 @@ class CodebookSet:
     layers: Sequence[LayerCodebook | None]
     provenance: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    name: str = "codebook"
+    name: str = "(not saved)"
 
     def tensors(self) -> list[Tensor]:
         """Every stored tensor."""
@@ -281,10 +281,11 @@ class CodebookSet:
                 f"codebook {self.name} covers {sum(covered)} of {len(covered)} layers, the model's cache can tier "
                 f"{sum(tiered)} of {len(tiered)}; {REMEDY}"
             )
-        here = {hf.geometry(config)[1], getattr(config, "global_head_dim", None)}  # Gemma 4 has two
-        for centroids in self.tensors():
-            if (dim := PQCodebook(centroids).dim) not in here:
-                raise FadeError(_other_dim(f"codebook {self.name}", dim, hf.geometry(config)[1]))
+        for index, layer in enumerate(self.layers):
+            here = head_dim(config.per_layer_config[index])  # Gemma 4's full attention has its own
+            for book in () if layer is None else (layer.key, layer.value):
+                if book.dim != here:
+                    raise FadeError(_other_dim(f"codebook {self.name}", book.dim, here))
         try:
             check_provenance(dict(self.provenance), model, f"codebook {self.name}")
         except FadeError as error:

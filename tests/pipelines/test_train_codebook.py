@@ -11,9 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.pq import load_codebook
+from fade_runtime.pq import CodebookSet, load_codebook
 from pipelines import train_codebook
+from predictor.errors import FadeError
+from predictor.provenance import model_provenance
 from predictor.rope import find_rotary
+from tests.families import FAMILIES
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -86,6 +89,25 @@ def test_what_is_gathered_are_the_keys_before_their_rotation(tiny_model_dir: Pat
         for ours, projected in zip(both, caught[2 * index : 2 * index + 2]):
             heads = projected.view(40, 2, 16)[train_codebook.SINKS :].transpose(0, 1).flatten(0, 1)
             torch.testing.assert_close(ours, heads, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [("gemma4", [0, 32, 0, 32]), ("gpt2", [16, 16]), ("qwen3_next", [16, 0, 16, 0])],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_that_cannot_be_tiered_have_no_codebook(family: str, dims: list[int]) -> None:
+    model = FAMILIES[family]()
+    found = train_codebook.read_cache(model, find_rotary(model), torch.randint(250, (1, 60)))
+    assert [0 if both is None else both[0].shape[1] for both in found] == dims
+    layers = [None if both is None else train_codebook.cluster(both, 8, 4, 0) for both in found]
+    CodebookSet(layers, model_provenance(model)).check(model)
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    model = FAMILIES["mistral_sliding"]()
+    with pytest.raises(FadeError, match="mistral has no full-attention layer"):
+        train_codebook.read_cache(model, find_rotary(model), torch.randint(250, (1, 60)))
 
 
 @pytest.mark.parametrize(
