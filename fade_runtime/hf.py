@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -238,8 +238,10 @@ def _refusal(model: Any, config: Any) -> str | None:
     if any(getattr(module, "sinks", None) is not None for module in model.modules()):
         return "uses attention sinks (s_aux), which the tiered attention does not support"
     layers = stock_layers(config)
-    linear = [not isinstance(layer, CacheLayerMixin) for layer in layers]
-    if all(linear) or (getattr(model, "_is_stateful", False) and not any(linear)):
+    hides_state = getattr(model, "_is_stateful", False) and not _any_of(
+        LinearAttentionCacheLayerMixin, layers
+    )
+    if hides_state or not _any_of(CacheLayerMixin, layers):
         return "is a recurrent model and keeps a state instead of keys and values"
     if not any(map(can_tier, layers)) and not any(getattr(layer, "is_sliding", False) for layer in layers):
         return f"has no full-attention layer but {sorted({type(layer).__name__ for layer in layers})}"
@@ -248,6 +250,10 @@ def _refusal(model: Any, config: Any) -> str | None:
     if sum(sharers(config)) and len({parameter.device for parameter in model.parameters()}) > 1:
         return "shares keys and values between layers, which is not supported over several devices"
     return None
+
+
+def _any_of(kind: type, layers: list[Any]) -> bool:
+    return any(isinstance(layer, kind) for layer in layers)
 
 
 def text_config(model: Any) -> Any:

@@ -87,6 +87,18 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gemma3": partial(_make, "Gemma3TextConfig Gemma3ForCausalLM", query_pre_attn_scalar=16, **MIXED),
     "gemma4": _gemma4(["sliding_attention", "full_attention"] * 2),
     "gemma4_shared": _gemma4(["full_attention", "sliding_attention"] * 3, num_kv_shared_layers=3),
+    "gemma3n": partial(
+        _make,
+        "Gemma3nTextConfig Gemma3nForCausalLM",
+        num_hidden_layers=6,
+        layer_types=["full_attention", "sliding_attention"] * 3,
+        sliding_window=24,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.0] * 6,
+    ),
     "phi": partial(
         _make, "Phi", hidden_size=80, head_dim=20
     ),  # head dims that are no power of two, as in Phi-2
@@ -106,6 +118,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         word_embed_proj_dim=64,
     ),
     "falcon": partial(_make, "Falcon", PLAIN, alibi=False, multi_query=True, new_decoder_architecture=False),
+    "falcon_grouped": partial(
+        _make, "Falcon", PLAIN, alibi=False, new_decoder_architecture=True, num_kv_heads=2
+    ),
     "falcon_alibi": partial(
         _make, "Falcon", PLAIN, alibi=True, multi_query=False, new_decoder_architecture=False
     ),
@@ -153,6 +168,9 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "mamba": partial(_make, "Mamba", RECURRENT, state_size=8),
     "mamba2": partial(_make, "Mamba2", RECURRENT, state_size=8, num_heads=8, head_dim=16, n_groups=1),
     "rwkv": partial(_make, "Rwkv", RECURRENT),
+    "falcon_h1": partial(
+        _make, "FalconH1", mamba_d_state=16, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128
+    ),
     "falcon_eager": partial(_make, "Falcon", PLAIN, attn_implementation="eager"),
     "bloom": partial(_make, "Bloom", TOKENS, hidden_size=64, n_layer=2, n_head=4),
     "t5": partial(
