@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pq": dict(TIGHT, low_tier="pq"),
     "pq streaming": dict(TIGHT, low_tier="pq", positions="streaming", eviction_policy="position"),
     "in the middle of a prompt": dict(TIGHT, chunked_prefill=True),
+    "before the first single token": dict(TIGHT, chunked_prefill=True, eviction_policy="ema"),
     "bf16": TIGHT,
     "dynamic rope": dict(TIGHT, positions="streaming"),
     "gemma3": TIGHT,
@@ -92,11 +93,12 @@ def feed(model: Any, cache: Any, start: int, stop: int, step: int = 1) -> Tensor
     )
 
 
-def play(model: Any, cache: Any, chunked: bool) -> int:
+def play(model: Any, cache: Any, case: str) -> int:
     """Feed what comes before the session; returns the tokens fed."""
-    if chunked:
-        feed(model, cache, 0, 50, step=25)
-        return 50
+    if CASES[case].get("chunked_prefill"):
+        fed = PROMPT if case.startswith("before") else 50
+        feed(model, cache, 0, fed, step=25)
+        return fed
     feed(model, cache, 0, PROMPT, step=PROMPT)
     feed(model, cache, PROMPT, PROMPT + BEFORE)
     return PROMPT + BEFORE
@@ -151,7 +153,7 @@ def resumed(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
             skipped.append(case)
             continue
         cache = create_tiered_cache(model, make_config(case, model, folder))
-        fed = play(model, cache, chunked=case == "in the middle of a prompt")
+        fed = play(model, cache, case)
         save_session(cache, folder / case)
         expected[case] = play_on(model, cache, fed)
     code = (
@@ -211,7 +213,7 @@ def test_every_attribute_comes_back(case: str, tmp_path: Path) -> None:
     model = make_model(case)
     config = make_config(case, model, tmp_path)
     cache, other = create_tiered_cache(model, config), create_tiered_cache(model, config)
-    play(model, cache, chunked=case == "in the middle of a prompt")
+    play(model, cache, case)
     feed(model, other, 0, 33, step=33)  # it is used when the session comes
     assert differences(cache.layers, other.layers) != []
     other.load_cache_state_dict(cache.cache_state_dict())
