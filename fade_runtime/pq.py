@@ -101,14 +101,14 @@ class PQCodebook:
         if vectors.shape[-1] != self.dim:
             raise FadeError(_other_dim("the codebook", self.dim, vectors.shape[-1]))
         parts, size, sub_dim = self.centroids.shape
-        centroids = self.centroids.float()
-        half_norm = centroids.square().sum(-1) / 2  # [n_sub, C]
+        centroids = self.centroids.float().transpose(1, 2)  # [n_sub, sub_dim, C]
+        less = -centroids.square().sum(1, keepdim=True) / 2  # nearest: the largest x c - c c / 2
         flat = vectors.reshape(-1, parts, sub_dim)
         codes = torch.empty(flat.shape[:2], dtype=torch.uint8, device=flat.device)
         step = max(1, DISTANCE_BYTES // (4 * parts * size))
         for at in range(0, len(flat), step):
-            nearness = torch.einsum("tns,ncs->tnc", flat[at : at + step].float(), centroids) - half_norm
-            codes[at : at + step] = nearness.argmax(-1)
+            some = flat[at : at + step].float().transpose(0, 1)  # [n_sub, t, sub_dim]
+            codes[at : at + step] = torch.baddbmm(less, some, centroids).argmax(-1).T
         return codes.view(*vectors.shape[:-1], parts)
 
     def decode(self, codes: Tensor) -> Tensor:

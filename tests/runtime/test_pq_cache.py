@@ -17,6 +17,7 @@ from fade_runtime.hf import forward_kwargs
 from fade_runtime.pq import CodebookSet, LayerCodebook, PQCodebook
 from predictor.provenance import model_provenance
 from tests.conftest import make_tiny_model
+from tests.runtime.test_memory import reachable_bytes
 
 SINK, WINDOW = 2, 8
 
@@ -106,6 +107,20 @@ def test_policies_fill_the_pq_tier(model: Any, book: CodebookSet, policy: str) -
     assert report["tiers"]["codebook"] == sum(tensor.nbytes for tensor in book.tensors())
     width = 8  # bytes: 4 parts of keys, 4 of values; carried by tokens of both tiers
     assert report["tiers"]["PQ"] == rows * (20 + 30) * width
+
+
+@pytest.mark.parametrize("positions", ["original", "streaming"])
+def test_report_equals_reachable_bytes(model: Any, book: CodebookSet, positions: str) -> None:
+    cache, ids = create_tiered_cache(model, _config(book, positions=positions)), _prompt(2, 160)
+    codebook = sum(tensor.nbytes for tensor in book.tensors())
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) == codebook
+    for part in (ids[:, :120], *ids[:, 120:].split(1, dim=1)):
+        _forward(model, part, cache)
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) > codebook
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
+    cache.reset()
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) == codebook
 
 
 def test_a_demoted_token_has_the_code_of_its_exact_key(model: Any, book: CodebookSet) -> None:
