@@ -2,6 +2,8 @@
 
 A session is a directory: ``session.safetensors`` has every tensor in its stored form, ``session.json`` the rest and the
 checksums of both. The model, the predictor and the codebook are not in it, only what tells them apart from others.
+The tensors are readable by their owner only: they say much about the text. "The same" holds for the same kind of device
+and the same attention kernel; another one rounds otherwise.
 """
 
 from __future__ import annotations
@@ -164,7 +166,7 @@ def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: st
             restored_layer(layer, index, stored, tensors, model)
             for index, (layer, stored) in enumerate(zip(new, facts["layers"], strict=True))
         ]
-    except FadeError:
+    except (FadeError, torch.OutOfMemoryError):
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise _damaged(what, f"{type(error).__name__} {error}") from error
