@@ -107,6 +107,7 @@ class TieredLayer(CacheLayerMixin):
         if hf.is_attached(self._config()):
             return hf.hand_over(self, key_states, call), value_states
         self.positions.take(self.tokens, self._new, (call or {}).get("position_ids"))
+        self.positions.newest = None
         key, value = self.materialise()
         self._compress_if_due()
         return key, value

@@ -205,15 +205,15 @@ class TokenStore:
         return {**found, "pad": self.pad, "shift": self.shift}
 
     def counts(self) -> dict[str, int]:
-        """Tokens in each tier, summed over rows."""
-        low = len(self.packed.low_key_codes)
-        return {
-            "FP16": int((self.full.slots >= 0).sum()) * self.heads,
+        """Tokens in each tier, summed over rows; padding is no token."""
+        low, real = len(self.packed.low_key_codes), self.full.slots >= self.pad[:, None]
+        kept = {
+            "FP16": int(real.sum()) * self.heads,
             "INT4": len(self.packed) - low,
             "INT2": low,
             "PQ": 0 if self.pq is None else len(self.pq),
-            "EVICTED": self.evicted,
         }
+        return {**kept, "EVICTED": int((self.seen - self.pad).sum()) * self.heads - sum(kept.values())}
 
     def tiers(self, tokens: Body) -> Tensor:
         """[T] int64 tier of each body token."""

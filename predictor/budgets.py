@@ -120,13 +120,16 @@ class HeadBudgets:
 
 
 def learn_budgets(
-    score: Callable[[Mapping[str, Tensor]], Tensor], batches: Iterable[Mapping[str, Tensor]]
+    score: Callable[[Mapping[str, Tensor]], Tensor],
+    batches: Iterable[Mapping[str, Tensor]],
+    target: str = "target_max",
 ) -> HeadBudgets:
     """Tabulate what each kv head loses, over the rows of a trace collection.
 
     Args:
         score: gives [R, S] importance scores of a padded batch, as the cache will compute them.
-        batches: of rows with ``target_max``, ``eligible``, ``length``, ``layer`` and ``head``.
+        batches: of rows with the target, ``eligible``, ``length``, ``layer`` and ``head``.
+        target: what a dropped token would have received: ``target_max`` at its worst step, ``target_sum`` over all.
 
     Raises:
         FadeError: a layer or head without rows.
@@ -134,7 +137,7 @@ def learn_budgets(
     total: dict[tuple[int, int], Tensor] = {}
     rows: Counter[tuple[int, int]] = Counter()
     for batch in batches:
-        lost = lost_attention(score(batch), batch["target_max"], batch["eligible"], batch["length"])
+        lost = lost_attention(score(batch), batch[target], batch["eligible"], batch["length"])
         for where, row in zip(zip(batch["layer"].tolist(), batch["head"].tolist()), lost.double()):
             total[where] = total[where] + row if where in total else row
             rows[where] += 1
