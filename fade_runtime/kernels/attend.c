@@ -1,278 +1,318 @@
-/* Attention of a few queries over the tiers of a layer: one pass, online softmax, exact in float32.
+/* Attention of a few queries over the tokens of a layer, exact in float32.
  *
- * Compiled by fade_runtime/kernels/cpu.py at first use. The storage format is defined by fade_runtime/quant.py, the
- * meaning of every argument by `attend` in fade_runtime/kernels/reference.py. One page (up to 64 tokens) is
- * unpacked at a time into a buffer that stays in the first-level cache. Vectors are GNU C's portable ones, 8 floats
- * wide; the head dim must be a multiple of 16.
+ * Compiled by fade_runtime/kernels/cpu.py at first use. The storage format is defined by fade_runtime/quant.py and
+ * fade_runtime/packed.py, the meaning of every argument by `attend` in fade_runtime/kernels/reference.py.
+ *
+ * Each row's tokens are cut into pieces. A piece has a softmax of its own (scores, exponentials, weighted values); the
+ * pieces of a row are merged at the end, in order, so the result does not depend on how many threads shared them.
+ * Codes become floats in registers: a page's key scale is folded into the query, a token's value scale into its
+ * probability, and codes of the low tier are multiplied by their ratio in the same place.
+ * The head dim must be a multiple of 16.
  */
-#include <math.h>
-#include <stdint.h>
+#include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "codes.h"
 
-#define PAGE 64
-#define LANES 8
+#define PIECE_PAGES 16 /* most pages of a piece */
+#define PIECE (PAGE * PIECE_PAGES)
 
-typedef float vec __attribute__((vector_size(32)));
-typedef float quad __attribute__((vector_size(16)));
-typedef int32_t ints __attribute__((vector_size(32)));
-typedef uint8_t bytes __attribute__((vector_size(8)));
-
-static inline vec load(const float *from) {
-    vec v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
-static inline void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
-
-static inline ints widen(const uint8_t *from) {
-#ifdef __AVX2__ /* one instruction, where the portable form takes twenty */
-    return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
-#else
-    bytes c;
-    memcpy(&c, from, sizeof c);
-    return __builtin_convertvector(c, ints);
-#endif
-}
-
-static inline void to_float(const _Float16 *restrict from, int count, float *restrict to) {
-    int i = 0;
-#ifdef __F16C__
-    for (; i + LANES <= count; i += LANES)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
-#endif
-    for (; i < count; i++) to[i] = (float)from[i];
-}
-
-static inline float lanes_sum(vec v) {
-    quad low, high;
-    memcpy(&low, &v, sizeof low);
-    memcpy(&high, (const char *)&v + sizeof low, sizeof high);
-    low += high;
-    return (low[0] + low[2]) + (low[1] + low[3]);
-}
-
-static inline float largest(const float *restrict line, int count, float high) {
-    float best[LANES];
-    for (int i = 0; i < LANES; i++) best[i] = high;
-    int t = 0;
-    for (; t + LANES <= count; t += LANES)
-        for (int i = 0; i < LANES; i++) best[i] = line[t + i] > best[i] ? line[t + i] : best[i];
-    for (; t < count; t++) best[0] = line[t] > best[0] ? line[t] : best[0];
-    for (int i = 0; i < LANES; i++) high = best[i] > high ? best[i] : high;
-    return high;
-}
-
-/* exp(x) for x <= 0 in a form that compilers vectorise: 2^k * 2^f, f in [-1/2, 1/2], relative error below 3e-7. */
-static inline float exp_negative(float x) {
-    float y = x * 1.44269504088896341f;
-    y = y < -126.0f ? -126.0f : y;
-    float k = floorf(y + 0.5f), f = y - k;
-    float p = 1.5403530393381609e-4f;
-    p = p * f + 1.3333558146428443e-3f;
-    p = p * f + 9.6181291076284772e-3f;
-    p = p * f + 5.5504108664821580e-2f;
-    p = p * f + 2.4022650695910072e-1f;
-    p = p * f + 6.9314718055994531e-1f;
-    p = p * f + 1.0f;
-    int32_t bits = ((int32_t)k + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
-
-/* Byte i of a token holds channel i in its low half and channel i + dim / 2 in its high half. */
-static inline void unpack_page(const uint8_t *restrict codes, int tokens, int half, float *restrict tile) {
-    for (int t = 0; t < tokens; t++, codes += half, tile += 2 * half)
-        for (int i = 0; i < half; i += LANES) {
-            const ints c = widen(codes + i);
-            store(tile + i, __builtin_convertvector(c & 15, vec));
-            store(tile + half + i, __builtin_convertvector(c >> 4, vec));
-        }
-}
-
-/* line[q][t] = tile[t] . folded[q] + constant[q], for `count` queries (at most 4) and pairs of tokens that share loads. */
-static inline __attribute__((always_inline)) void dots(const float *restrict tile, int tokens, int dim,
-                                                       const float *restrict folded, const float *restrict constant,
-                                                       const int count, float *restrict line) {
-    for (int t = 0; t < tokens; t += 2) {
-        const float *restrict one = tile + (size_t)t * dim, *restrict two = t + 1 < tokens ? one + dim : one;
-        vec sum[4] = {{0}, {0}, {0}, {0}}, next[4] = {{0}, {0}, {0}, {0}};
-        for (int d = 0; d < dim; d += LANES) {
-            const vec key = load(one + d), other = load(two + d);
-            for (int q = 0; q < count; q++) {
-                const vec query = load(folded + q * dim + d);
-                sum[q] += key * query;
-                next[q] += other * query;
-            }
-        }
-        for (int q = 0; q < count; q++) {
-            line[q * PAGE + t] = lanes_sum(sum[q]) + constant[q];
-            line[q * PAGE + t + 1] = lanes_sum(next[q]) + constant[q];
-        }
-    }
-}
-
-/* out[d] = out[d] * decay + constant + sum over t of weight[t] * tile[t][d], for `width` channels at `stride`. */
-static inline void weigh(const float *restrict tile, int tokens, int stride, int width, const float *restrict weight,
-                         float decay, float constant, float *restrict out) {
-    int d = 0;
-    for (; d + 8 * LANES <= width; d += 8 * LANES) {
-        vec sum[8];
-        for (int i = 0; i < 8; i++) sum[i] = load(out + d + i * LANES) * decay + constant;
-        for (int t = 0; t < tokens; t++)
-            for (int i = 0; i < 8; i++) sum[i] += weight[t] * load(tile + (size_t)t * stride + d + i * LANES);
-        for (int i = 0; i < 8; i++) store(out + d + i * LANES, sum[i]);
-    }
-    for (; d < width; d++) {
-        float sum = out[d] * decay + constant;
-        for (int t = 0; t < tokens; t++) sum += weight[t] * tile[(size_t)t * stride + d];
-        out[d] = sum;
-    }
-}
-
-/* Running softmax of one query: largest score, sum of exponentials; the weighted sum of values is kept apart. */
 typedef struct {
-    float top, sum;
-} softmax;
+    int64_t rows, queries, dim, groups, pages, full, key_stride, value_stride, threads;
+    int64_t key_bits, value_bits, low_key_bits, low_value_bits;
+    const float *query;             /* [rows, queries, dim] */
+    const float *key, *value;       /* [rows, full, dim], a row every key_stride, value_stride floats */
+    const float *bias;              /* [rows, queries, full], or NULL */
+    const float *packed_bias;       /* [tokens, queries], or NULL */
+    const float *weights;           /* [queries], or NULL: no statistics */
+    const int32_t *page_len, *page_low, *page_row;
+    const uint8_t *key_codes, *value_codes, *low_key_codes, *low_value_codes;
+    const uint16_t *key_scale, *key_zero, *value_scale, *value_zero; /* float16 */
+    float *out;                     /* [rows, queries, dim] */
+    float *mass, *packed_mass;      /* [rows, full], [tokens]; written if there are weights */
+    float softcap;                  /* 0: none */
+} call;
 
-/* Take `n` scores into a running softmax: probabilities relative to the new top; returns the decay of older sums. */
-static inline float absorb(softmax *s, const float *restrict line, int n, float *restrict probs) {
-    const float high = largest(line, n, s->top);
-    const float decay = s->top == -INFINITY ? 0.0f : exp_negative(s->top - high);
-    float total = 0.0f;
-    for (int t = 0; t < n; t++) probs[t] = exp_negative(line[t] - high);
-    for (int t = 0; t < n; t++) total += probs[t];
-    s->sum = s->sum * decay + total;
-    s->top = high;
-    return decay;
+typedef struct {
+    int64_t row, page, pages;       /* pages 0: full-precision tokens */
+    int64_t first, low, tokens;     /* place among the packed (full-precision) tokens, among the low ones; count */
+    float *probs;                   /* [queries, tokens + LANES] relative to top; NULL: not kept */
+    float *top, *sum, *acc;         /* [queries], [queries], [queries, dim]: the piece's softmax */
+} piece;
+
+/* -- pieces ------------------------------------------------------------------------------------------------------- */
+
+/* Ask for the bytes that come a page later, whatever they are. */
+static void fetch_ahead(const uint8_t *from, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + size + i);
 }
 
-/* mass[t] = sum over q of weights[q] * probability of scores[q][t]. */
-static inline void masses(const float *restrict scores, int n, int queries, const softmax *restrict state,
-                          const float *restrict weights, float *restrict mass) {
-    memset(mass, 0, sizeof(float) * n);
-    for (int q = 0; q < queries; q++) {
-        const float top = state[q].top, share = weights[q] / state[q].sum;
-        for (int t = 0; t < n; t++) mass[t] += share * exp_negative(scores[(size_t)q * n + t] - top);
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Scores -> exponentials relative to their largest, which is returned with their sum; LANES more become 0. */
+static void softmax(float *line, int64_t n, float *top, float *sum) {
+    vec high = (vec){0} - FLT_MAX, all = {0}; /* finite where nothing is visible */
+    for (int64_t t = n; t % LANES; t++) line[t] = -INFINITY;
+    for (int64_t t = 0; t < n; t += LANES) {
+        const vec x = load(line + t);
+        const ints more = x > high;
+        high = (vec)(((ints)x & more) | ((ints)high & ~more));
+    }
+    *top = high[0];
+    for (int i = 1; i < LANES; i++) *top = high[i] > *top ? high[i] : *top;
+    for (int64_t t = 0; t < n; t += LANES) {
+        const vec p = exp_negative(load(line + t) - *top);
+        store(line + t, p);
+        all += p;
+    }
+    store(line + n, (vec){0});
+    *sum = total(all);
+}
+
+/* Cap and bias, whose floats are `step` apart. */
+static void finish(const call *c, float *line, int64_t n, const float *bias, int64_t step) {
+    for (int64_t t = 0; t < n && c->softcap > 0.0f; t += LANES) {
+        const vec x = load(line + t) / c->softcap;
+        const ints sign = (ints)x & INT32_MIN;
+        const vec e = exp_negative((vec)((ints)x | INT32_MIN) * 2.0f); /* tanh |x| = (1 - e) / (1 + e) */
+        store(line + t, (vec)((ints)(c->softcap * (1.0f - e) / (1.0f + e)) | sign));
+    }
+    for (int64_t t = 0; t < n && bias; t++) line[t] += bias[t * step];
+}
+
+static void full_piece(const call *c, const piece *p, float *probs) {
+    float weight[BLOCK * PAGE];
+    const int64_t dim = c->dim, stride = p->tokens + LANES;
+    const float *key = c->key + p->row * c->key_stride + p->first * dim, zeros[BLOCK] = {0};
+    const float *value = c->value + p->row * c->value_stride + p->first * dim;
+    for (int64_t q = 0; q < c->queries; q += BLOCK) {
+        const int count = (int)least(BLOCK, c->queries - q);
+        float *lines = probs + q * stride;
+        any_dots((const uint8_t *)key, FLOAT, p->tokens, dim, c->query + (p->row * c->queries + q) * dim, zeros, count,
+                 lines, stride);
+        for (int i = 0; i < count; i++) {
+            const float *bias = c->bias ? c->bias + (p->row * c->queries + q + i) * c->full + p->first : NULL;
+            finish(c, lines + i * stride, p->tokens, bias, 1);
+            softmax(lines + i * stride, p->tokens, p->top + q + i, p->sum + q + i);
+        }
+        for (int64_t t = 0; t < p->tokens; t += PAGE) {
+            const int64_t n = least(PAGE, p->tokens - t);
+            for (int i = 0; i < count; i++) memcpy(weight + i * PAGE, lines + i * stride + t, sizeof(float) * (size_t)n);
+            any_weigh((const uint8_t *)(value + t * dim), FLOAT, n, dim, 1, weight, count, p->acc + q * dim);
+        }
     }
 }
 
-/* One page of scores for all queries: a constant count keeps the sums of `dots` in registers. */
-static void page_scores(const float *tile, int n, int dim, const float *queries, const float *constants, int count,
-                        float *lines) {
-    for (int q = 0; q < count; q += 4) {
-        const float *query = queries + q * dim, *constant = constants + q;
-        float *line = lines + q * PAGE;
-        switch (count - q) {
-            case 1: dots(tile, n, dim, query, constant, 1, line); break;
-            case 2: dots(tile, n, dim, query, constant, 2, line); break;
-            case 3: dots(tile, n, dim, query, constant, 3, line); break;
-            default: dots(tile, n, dim, query, constant, 4, line);
+/* Scores of a page under up to BLOCK queries; scratch: 2 + 2 * BLOCK + PAGE vectors. */
+static void page_scores(const call *c, const float *query, int count, int64_t page, int64_t high, int64_t low,
+                        float *scratch, float *line, int64_t stride) {
+    const int64_t dim = c->dim, few = c->page_low[page], many = c->page_len[page] - few;
+    float *scale = scratch, *zero = scale + dim, *folded = zero + dim, *low_folded = folded + BLOCK * dim;
+    float *tile = low_folded + BLOCK * dim, constant[BLOCK];
+    int bits = (int)c->key_bits, low_bits = (int)c->low_key_bits;
+    const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
+    to_float(c->key_scale + page * dim, dim, scale);
+    to_float(c->key_zero + page * dim, dim, zero);
+    for (int q = 0; q < count; q++) {
+        vec offset = {0};
+        for (int64_t d = 0; d < dim; d += LANES) {
+            const vec mine = load(query + q * dim + d), part = mine * load(scale + d);
+            store(folded + q * dim + d, part);
+            store(low_folded + q * dim + d, part * ratio);
+            offset += mine * load(zero + d);
+        }
+        constant[q] = total(offset);
+    }
+    fetch_ahead(c->key_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
+    fetch_ahead(c->low_key_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
+    if (many) {
+        const uint8_t *codes = ready(c->key_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
+        any_dots(codes, bits, many, dim, folded, constant, count, line, stride);
+    }
+    if (few) {
+        const uint8_t *codes = ready(c->low_key_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
+        any_dots(codes, low_bits, few, dim, low_folded, constant, count, line + many, stride);
+    }
+}
+
+/* Float16 [n, groups] -> float32 [groups, PAGE], zero after n. */
+static void by_group(const uint16_t *from, int64_t n, int64_t groups, float *scratch, float *to) {
+    memset(to, 0, sizeof(float) * (size_t)(PAGE * groups));
+    to_float(from, n * groups, groups == 1 ? to : scratch);
+    for (int64_t t = 0; t < n && groups > 1; t++)
+        for (int64_t g = 0; g < groups; g++) to[g * PAGE + t] = scratch[t * groups + g];
+}
+
+/* Add a page's values to acc; scratch: PAGE * (2 * groups + BLOCK * groups + dim) floats. */
+static void page_values(const call *c, const float *probs, int64_t stride, int count, int64_t page, int64_t token,
+                        int64_t high, int64_t low, float *scratch, float *acc) {
+    const int64_t dim = c->dim, groups = c->groups, width = dim / groups, n = c->page_len[page];
+    const int64_t few = c->page_low[page], many = n - few;
+    float *scale = scratch, *zero = scale + PAGE * groups, *weight = zero + PAGE * groups;
+    float *tile = weight + BLOCK * PAGE * groups;
+    int bits = (int)c->value_bits, low_bits = (int)c->low_value_bits;
+    const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
+    by_group(c->value_scale + token * groups, n, groups, tile, scale);
+    by_group(c->value_zero + token * groups, n, groups, tile, zero);
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t t = many; t < n; t++) scale[g * PAGE + t] *= ratio;
+    for (int64_t g = 0; g < groups; g++)
+        for (int q = 0; q < count; q++) {
+            float *mine = weight + (g * BLOCK + q) * PAGE, *sum = acc + q * dim + g * width;
+            vec offset = {0};
+            for (int64_t t = 0; t < n; t += LANES) {
+                const vec p = load(probs + q * stride + t);
+                store(mine + t, p * load(scale + g * PAGE + t));
+                offset += p * load(zero + g * PAGE + t);
+            }
+            const float all = total(offset);
+            for (int64_t d = 0; d < width; d += LANES) store(sum + d, load(sum + d) + all);
+        }
+    fetch_ahead(c->value_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
+    fetch_ahead(c->low_value_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
+    if (many) {
+        const uint8_t *codes = ready(c->value_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
+        any_weigh(codes, bits, many, dim, groups, weight, count, acc);
+    }
+    if (few) {
+        const uint8_t *codes = ready(c->low_value_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
+        any_weigh(codes, low_bits, few, dim, groups, weight + many, count, acc);
+    }
+}
+
+static int64_t scratch_floats(const call *c) {
+    return PAGE * c->dim + (2 + 2 * BLOCK) * c->dim + (2 + BLOCK) * PAGE * c->groups +
+           (c->weights ? 0 : c->queries * (PIECE + LANES));
+}
+
+static void packed_piece(const call *c, const float *rotated, const piece *p, float *probs, float *scratch) {
+    const int64_t dim = c->dim, stride = p->tokens + LANES;
+    for (int pass = 0; pass < 2; pass++) {
+        int64_t done = 0, low = p->low, high = p->first - p->low;
+        for (int64_t page = p->page; page < p->page + p->pages; page++) {
+            for (int64_t q = 0; q < c->queries; q += BLOCK) {
+                const int count = (int)least(BLOCK, c->queries - q);
+                float *line = probs + q * stride + done;
+                if (pass == 0)
+                    page_scores(c, rotated + (p->row * c->queries + q) * dim, count, page, high, low, scratch, line, stride);
+                else
+                    page_values(c, line, stride, count, page, p->first + done, high, low, scratch, p->acc + q * dim);
+            }
+            done += c->page_len[page];
+            low += c->page_low[page], high += c->page_len[page] - c->page_low[page];
+        }
+        for (int64_t q = 0; q < c->queries && pass == 0; q++) {
+            const float *bias = c->packed_bias ? c->packed_bias + p->first * c->queries + q : NULL;
+            finish(c, probs + q * stride, p->tokens, bias, c->queries);
+            softmax(probs + q * stride, p->tokens, p->top + q, p->sum + q);
         }
     }
 }
 
-/* query, rotated [rows, queries, dim]; full_key, full_value [rows, full, dim];
- * page_len, page_row [pages]; key_codes, value_codes [tokens, dim / 2]; key_scale, key_zero [pages, dim];
- * value_scale, value_zero [tokens, groups]; weights [queries] or NULL;
- * out, out_rotated [rows, queries, dim]: the parts of full and packed tokens, to be added once rotated back;
- * mass_full [rows, full], mass_packed [tokens], written if there are weights. Returns 0, or 1 without memory. */
-int attend(int rows, int queries, int dim, int groups, int pages, int full, const float *restrict query,
-           const float *restrict rotated, const float *restrict full_key, const float *restrict full_value,
-           const int32_t *restrict page_len, const int32_t *restrict page_row, const uint8_t *restrict key_codes,
-           const _Float16 *restrict key_scale, const _Float16 *restrict key_zero, const uint8_t *restrict value_codes,
-           const _Float16 *restrict value_scale, const _Float16 *restrict value_zero, const float *restrict weights,
-           float *restrict out, float *restrict out_rotated, float *restrict mass_full, float *restrict mass_packed) {
-    const int half = dim / 2, width = dim / groups;
-    size_t tokens = 0;
-    for (int p = 0; p < pages; p++) tokens += page_len[p];
-    const size_t kept = weights ? ((size_t)rows * full + tokens) * queries : 0; /* scores, for the statistics */
-    float *work = malloc(sizeof(float) * ((size_t)(PAGE + 2 + queries) * dim + (size_t)queries * (1 + PAGE) +
-                                          (size_t)(2 + 2 * groups) * PAGE + kept));
-    softmax *state = malloc(sizeof(softmax) * (size_t)rows * queries);
-    if (!work || !state) {
-        free(work), free(state);
-        return 1;
+/* Merge the pieces of a row into its output, and its statistics. */
+static void merge(const call *c, const piece *from, const piece *to, float *out, float *rotated) {
+    const int64_t dim = c->dim;
+    for (const piece *p = from; p < to && c->weights; p++) {
+        float *mass = p->pages ? c->packed_mass + p->first : c->mass + p->row * c->full + p->first;
+        memset(mass, 0, sizeof(float) * (size_t)p->tokens);
     }
-    float *tile = work, *scale = tile + PAGE * dim, *zero = scale + dim, *folded = zero + dim;
-    float *constant = folded + queries * dim, *lines = constant + queries, *probs = lines + queries * PAGE;
-    float *weight = probs + PAGE, *scales = weight + PAGE, *zeros = scales + PAGE * groups;
-    float *scores_full = zeros + PAGE * groups, *scores_packed = scores_full + (size_t)rows * full * queries;
-    for (int i = 0; i < rows * queries; i++) state[i] = (softmax){-INFINITY, 0.0f};
-    memset(out, 0, sizeof(float) * (size_t)rows * queries * dim);
-    memset(out_rotated, 0, sizeof(float) * (size_t)rows * queries * dim);
-
-    size_t token = 0;
-    for (int p = 0; p < pages; token += page_len[p++]) {
-        const int n = page_len[p];
-        const size_t first = (size_t)page_row[p] * queries;
-        to_float(key_scale + (size_t)p * dim, dim, scale);
-        to_float(key_zero + (size_t)p * dim, dim, zero);
-        to_float(value_scale + token * groups, n * groups, scales);
-        to_float(value_zero + token * groups, n * groups, zeros);
-        for (int q = 0; q < queries; q++) {
-            const float *mine = rotated + (first + q) * dim;
-            float offset = 0.0f;
-            for (int d = 0; d < dim; d++) folded[q * dim + d] = mine[d] * scale[d], offset += mine[d] * zero[d];
-            constant[q] = offset;
-        }
-        unpack_page(key_codes + token * half, n, half, tile);
-        page_scores(tile, n, dim, folded, constant, queries, lines);
-        unpack_page(value_codes + token * half, n, half, tile);
-        for (int q = 0; q < queries; q++) {
-            if (weights) memcpy(scores_packed + token * queries + (size_t)q * n, lines + q * PAGE, sizeof(float) * n);
-            const float decay = absorb(state + first + q, lines + q * PAGE, n, probs);
-            for (int g = 0; g < groups; g++) {
-                float offset = 0.0f;
-                for (int t = 0; t < n; t++) {
-                    weight[t] = probs[t] * scales[t * groups + g];
-                    offset += probs[t] * zeros[t * groups + g];
-                }
-                weigh(tile + g * width, n, dim, width, weight, decay, offset,
-                      out_rotated + (first + q) * dim + g * width);
+    for (int64_t q = 0; q < c->queries; q++, out += dim) {
+        float top = -FLT_MAX, total = 0.0f;
+        for (const piece *p = from; p < to; p++) top = p->top[q] > top ? p->top[q] : top;
+        for (const piece *p = from; p < to; p++) total += p->sum[q] * exp_one(p->top[q] - top);
+        memset(out, 0, sizeof(float) * (size_t)dim);
+        memset(rotated, 0, sizeof(float) * (size_t)dim);
+        for (const piece *p = from; p < to && total > 0.0f; p++) {
+            const float share = exp_one(p->top[q] - top) / total;
+            const float *acc = p->acc + q * dim;
+            float *sum = p->pages ? rotated : out;
+            for (int64_t d = 0; d < dim; d++) sum[d] += share * acc[d];
+            if (c->weights) {
+                float *mass = p->pages ? c->packed_mass + p->first : c->mass + p->row * c->full + p->first;
+                const float *probs = p->probs + q * (p->tokens + LANES);
+                for (int64_t t = 0; t < p->tokens; t++) mass[t] += c->weights[q] * share * probs[t];
             }
         }
+        hadamard(rotated, dim);
+        for (int64_t d = 0; d < dim; d++) out[d] += rotated[d];
     }
+}
 
-    memset(constant, 0, sizeof(float) * queries);
-    for (int r = 0; r < rows; r++) {
-        const size_t first = (size_t)r * queries;
-        for (int t = 0; t < full; t += PAGE) {
-            const int n = full - t < PAGE ? full - t : PAGE;
-            const size_t at = (size_t)r * full + t;
-            page_scores(full_key + at * dim, n, dim, query + first * dim, constant, queries, lines);
-            for (int q = 0; q < queries; q++) {
-                if (weights) memcpy(scores_full + at * queries + (size_t)q * n, lines + q * PAGE, sizeof(float) * n);
-                const float decay = absorb(state + first + q, lines + q * PAGE, n, probs);
-                float *packed_part = out_rotated + (first + q) * dim;
-                for (int d = 0; d < dim; d++) packed_part[d] *= decay;
-                weigh(full_value + at * dim, n, dim, dim, probs, decay, 0.0f, out + (first + q) * dim);
-            }
-        }
-        for (int q = 0; q < queries; q++) {
-            const float share = state[first + q].sum > 0.0f ? 1.0f / state[first + q].sum : 0.0f;
-            for (int d = 0; d < dim; d++) out[(first + q) * dim + d] *= share, out_rotated[(first + q) * dim + d] *= share;
-        }
-    }
+/* -- the call ----------------------------------------------------------------------------------------------------- */
 
-    if (weights) { /* statistics: the same scores under the final normaliser */
-        for (int r = 0; r < rows; r++)
-            for (int t = 0; t < full; t += PAGE) {
-                const int n = full - t < PAGE ? full - t : PAGE;
-                const size_t at = (size_t)r * full + t;
-                masses(scores_full + at * queries, n, queries, state + (size_t)r * queries, weights, mass_full + at);
-            }
-        token = 0;
-        for (int p = 0; p < pages; token += page_len[p++])
-            masses(scores_packed + token * queries, page_len[p], queries, state + (size_t)page_row[p] * queries, weights,
-                   mass_packed + token);
+/* Pieces in the order of rows; returns their number. `starts` [rows + 1]: of each row. */
+static int64_t cut(const call *c, piece *pieces, int64_t *starts) {
+    int64_t count = 0, page = 0, token = 0, low = 0;
+    for (int64_t row = 0; row < c->rows; row++) {
+        starts[row] = count;
+        while (page < c->pages && c->page_row[page] == row) {
+            piece *p = pieces + count++;
+            *p = (piece){.row = row, .page = page, .first = token, .low = low};
+            for (; p->pages < PIECE_PAGES && page < c->pages && c->page_row[page] == row; p->pages++, page++)
+                token += c->page_len[page], low += c->page_low[page];
+            p->tokens = token - p->first;
+        }
+        for (int64_t first = 0; first < c->full; first += PIECE)
+            pieces[count++] = (piece){.row = row, .first = first, .tokens = least(PIECE, c->full - first)};
     }
-    free(work), free(state);
-    return 0;
+    return starts[c->rows] = count;
+}
+
+typedef struct {
+    const call *c;
+    const float *rotated;
+    const piece *pieces;
+    int64_t count, *next;
+    float *scratch;
+} worker;
+
+static void *work(void *given) {
+    const worker *w = given;
+    for (;;) {
+        const int64_t i = __atomic_fetch_add(w->next, 1, __ATOMIC_RELAXED);
+        if (i >= w->count) return NULL;
+        const piece *p = w->pieces + i;
+        float *probs = p->probs ? p->probs : w->scratch + scratch_floats(w->c) - w->c->queries * (PIECE + LANES);
+        if (p->pages) packed_piece(w->c, w->rotated, p, probs, w->scratch);
+        else full_piece(w->c, p, probs);
+    }
+}
+
+/* Returns 0, or 1 without memory. */
+int attend(const call *c) {
+    const int64_t queries = c->queries, dim = c->dim, states = queries * (2 + dim);
+    const int64_t most = c->pages / PIECE_PAGES + c->rows * (2 + c->full / PIECE); /* pieces */
+    int64_t tokens = c->rows * c->full;
+    for (int64_t p = 0; p < c->pages; p++) tokens += c->page_len[p];
+    const int64_t kept = c->weights ? (tokens + most * LANES) * queries : 0;
+    const int64_t scratch = scratch_floats(c), threads = least(c->threads, most);
+    const int64_t floats = c->rows * queries * dim + dim + most * states + kept + threads * scratch;
+    float *memory = malloc(sizeof(float) * (size_t)floats);
+    piece *pieces = malloc(sizeof(piece) * (size_t)most);
+    int64_t *starts = malloc(sizeof(int64_t) * (size_t)(c->rows + 1)), next = 0;
+    worker *workers = malloc(sizeof(worker) * (size_t)threads);
+    pthread_t *running = malloc(sizeof(pthread_t) * (size_t)threads);
+    const int failed = !memory || !pieces || !starts || !workers || !running;
+    if (!failed) {
+        float *rotated = memory, *line = rotated + c->rows * queries * dim, *state = line + dim;
+        float *probs = state + most * states, *own = probs + kept;
+        memcpy(rotated, c->query, sizeof(float) * (size_t)(c->rows * queries * dim));
+        for (int64_t i = 0; i < c->rows * queries; i++) hadamard(rotated + i * dim, dim);
+        const int64_t count = cut(c, pieces, starts);
+        memset(state, 0, sizeof(float) * (size_t)(count * states));
+        for (piece *p = pieces; p < pieces + count; p++, state += states) {
+            p->top = state, p->sum = state + queries, p->acc = state + 2 * queries;
+            if (c->weights) p->probs = probs, probs += queries * (p->tokens + LANES);
+        }
+        int started = 1;
+        for (int64_t i = 0; i < threads; i++)
+            workers[i] = (worker){c, rotated, pieces, count, &next, own + i * scratch};
+        while (started < threads && !pthread_create(running + started, NULL, work, workers + started)) started++;
+        work(workers);
+        for (int i = 1; i < started; i++) pthread_join(running[i], NULL);
+        for (int64_t row = 0; row < c->rows; row++)
+            merge(c, pieces + starts[row], pieces + starts[row + 1], c->out + row * queries * dim, line);
+    }
+    free(memory), free(pieces), free(starts), free(workers), free(running);
+    return failed;
 }

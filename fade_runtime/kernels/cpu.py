@@ -13,23 +13,32 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fade_runtime import quant
 from fade_runtime.kernels import reference
-from fade_runtime.packed import PackedTokens, pack_tokens
+from fade_runtime.kernels.reference import Part
+from fade_runtime.packed import Bits, PackedTokens, pack_tokens
 from predictor.errors import FadeError
 from predictor.files import write_aside
 
 SOURCE = Path(__file__).with_name("attend.c")
-# -ffast-math proper would switch the whole process to flush denormals; these flags only let sums be reordered.
+HEADER = SOURCE.with_name("codes.h")
 FLAGS = (
-    "-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno",
-    "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
-)  # fmt: skip
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-std=gnu11",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+)
+RESULTS = ("output", "statistics", "packed statistics")
+PARALLEL = 1 << 22  # multiplications below which a thread costs more than it saves
 
 
 def _processor() -> str:
@@ -50,64 +59,108 @@ def build() -> Path:
     if compiler is None:
         raise FadeError("no C compiler found; install gcc for the fast CPU kernel")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    facts = "\n".join([SOURCE.read_text(), *FLAGS, version, platform.machine(), _processor()])
+    facts = "\n".join(
+        [SOURCE.read_text(), HEADER.read_text(), *FLAGS, version, platform.machine(), _processor()]
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fade-predictor"
     library = cache / f"attend-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         with write_aside(library) as aside:
             aside.parent.mkdir(parents=True, exist_ok=True)
             done = subprocess.run(
-                [compiler, *FLAGS, str(SOURCE), "-o", str(aside), "-lm"], capture_output=True, text=True, check=False
+                [compiler, *FLAGS, str(SOURCE), "-o", str(aside), "-lm"],
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
-                raise FadeError(f"{compiler} could not compile {SOURCE.name}: {done.stderr.strip().splitlines()[:1]}")
+                raise FadeError(
+                    f"{compiler} could not compile {SOURCE.name}: {done.stderr.strip().splitlines()[:1]}"
+                )
     return library
+
+
+_SIZES = (
+    "rows", "queries", "dim", "groups", "pages", "full", "key_stride", "value_stride", "threads",
+    "key_bits", "value_bits", "low_key_bits", "low_value_bits",
+)  # fmt: skip
+_POINTERS = (
+    "query", "key", "value", "bias", "packed_bias", "weights", "page_len", "page_low", "page_row",
+    "key_codes", "value_codes", "low_key_codes", "low_value_codes",
+    "key_scale", "key_zero", "value_scale", "value_zero", "out", "mass", "packed_mass",
+)  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("softcap", ctypes.c_float),
+    )
 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build()))
-    library.attend.argtypes = [ctypes.c_int] * 6 + [ctypes.c_void_p] * 17
-    library.attend.restype = ctypes.c_int
-    return library
+    return ctypes.CDLL(str(build()))
 
 
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: PackedTokens,
+    parts: Sequence[Part],
     weights: Tensor | None = None,
     bias: Tensor | None = None,
-    packed_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Same as :func:`fade_runtime.kernels.reference.attend`, in C.
 
-    A bias, or a head dim that is no multiple of 16, goes to the reference.
+    Several parts, product quantisation, keys that are to be rotated, and odd head dims go to the reference.
     """
+    packed = parts[0].tokens if len(parts) == 1 and parts[0].table is None else None
+    if not isinstance(packed, PackedTokens) or not _fits(packed):
+        return reference.attend(query, key, value, parts, weights, bias, softcap)
     rows, queries, dim = query.shape
-    if bias is not None or packed_bias is not None or dim % 16:
-        return reference.attend(query, key, value, packed, weights, bias, packed_bias)
-    given = [t.float().contiguous() for t in (query, quant.hadamard(query), key, value)]
+    full, tokens = key.shape[1], len(packed)
+    keys, values = _rows(key), _rows(value)
+    given = [query.float().contiguous(), keys, values, *map(_dense, (bias, parts[0].bias, weights))]
     stored = [
         t.contiguous()
         for t in (
-            packed.page_len, packed.page_row, packed.key_codes, packed.key_scale, packed.key_zero,
-            packed.value_codes, packed.value_scale, packed.value_zero,
+            packed.page_len, packed.page_low, packed.page_row,
+            packed.key_codes, packed.value_codes, packed.low_key_codes, packed.low_value_codes,
+            packed.key_scale, packed.key_zero, packed.value_scale, packed.value_zero,
         )
     ]  # fmt: skip
-    out, rotated = torch.empty(2, rows, queries, dim)
-    mass = packed_mass = None
+    out, mass, masses = torch.empty(rows, queries, dim), None, None
     if weights is not None:
-        weights = weights.float().contiguous()
-        mass, packed_mass = torch.empty(rows, key.shape[1]), torch.empty(len(packed))
-    pointers = [
-        None if t is None else t.data_ptr() for t in (*given, *stored, weights, out, rotated, mass, packed_mass)
-    ]
-    groups, pages = packed.value_scale.shape[1], len(packed.page_len)
-    if _library().attend(rows, queries, dim, groups, pages, key.shape[1], *pointers):
+        mass, masses = torch.empty(rows, full), torch.empty(tokens)
+    threads = torch.get_num_threads() if (rows * full + tokens) * queries * dim >= PARALLEL else 1
+    call = _Call(
+        rows, queries, dim, packed.value_scale.shape[1], len(packed.page_len), full, keys.stride(0), values.stride(0),
+        threads, *packed.bits,
+        *(None if t is None else t.data_ptr() for t in (*given, *stored, out, mass, masses)),
+        softcap or 0.0,
+    )  # fmt: skip
+    if _library().attend(ctypes.byref(call)):
         raise MemoryError("the CPU kernel could not allocate its buffers")
-    return out.add_(quant.hadamard(rotated)).to(query.dtype), mass, packed_mass
+    return out.to(query.dtype), mass, [] if masses is None else [masses]
+
+
+def _fits(packed: PackedTokens) -> bool:
+    """Whether vectors of 8 channels fit the head dim and its groups."""
+    dim, groups = packed.key_scale.shape[1], packed.value_scale.shape[1]
+    return dim % 16 == 0 and dim // groups % 8 == 0
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[R, n, D] float32 whose rows are dense."""
+    x = x.float()
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def self_test() -> None:
@@ -119,10 +172,14 @@ def self_test() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.tensor([0] * 70 + [2] * 5)
     body_key, body_value = torch.randn(2, 75, 96, generator=generator)
-    packed = pack_tokens(body_key, body_value, rows, torch.arange(75), None)
+    low = torch.rand(75, generator=generator) < 0.5
     key, value = torch.randn(2, 3, 70, 96, generator=generator)
     query, weights = torch.randn(3, 5, 96, generator=generator), torch.rand(5, generator=generator)
-    ours, theirs = (f(query, key, value, packed, weights) for f in (attend, reference.attend))
-    for name, mine, other in zip(("output", "statistics", "packed statistics"), ours, theirs):
-        if mine is None or other is None or not torch.allclose(mine, other, atol=1e-4, rtol=1e-4):
-            raise FadeError(f"the compiled CPU kernel disagrees with the reference in its {name}; using the reference")
+    bias, packed_bias = torch.randn(3, 5, 70, generator=generator), torch.randn(75, 5, generator=generator)
+    for bits, cap in ((Bits(), None), (Bits(8, 4, 4, 2), 2.0), (Bits(4, 2, 2, 2), 2.0)):
+        packed = pack_tokens(body_key, body_value, rows, torch.arange(75), None, low=low, bits=bits)
+        given = query, key, value, [Part(packed, bias=packed_bias)], weights, bias, cap
+        ours, theirs = attend(*given), reference.attend(*given)
+        for name, mine, other in zip(RESULTS, (*ours[:2], *ours[2]), (*theirs[:2], *theirs[2])):
+            if mine is None or other is None or not torch.allclose(mine, other, atol=1e-4, rtol=1e-4):
+                raise FadeError(f"the compiled CPU kernel disagrees with the reference in its {name}")

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,13 @@ from torch import Tensor
 
 from fade_runtime.attention import pick_kernel
 from fade_runtime.kernels import cpu, reference
-from fade_runtime.packed import PackedTokens, pack_tokens
+from fade_runtime.kernels.reference import Part
+from fade_runtime.packed import Bits, PackedTokens, pack_tokens
+from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 
 CPU = torch.device("cpu")
+DEFAULT = Bits()
 
 
 @pytest.fixture
@@ -28,11 +34,24 @@ def compiled() -> None:
         raise
 
 
-def _ragged(lengths: list[int], dim: int) -> PackedTokens:
+def _ragged(lengths: list[int], dim: int, bits: Bits = DEFAULT) -> PackedTokens:
     torch.manual_seed(2)
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     slots = torch.cat([torch.arange(n) for n in lengths])
-    return pack_tokens(torch.randn(len(rows), dim), torch.randn(len(rows), dim) * 5, rows, slots, None)
+    return pack_tokens(
+        torch.randn(len(rows), dim), torch.randn(len(rows), dim) * 5, rows, slots, None, bits=bits
+    )
+
+
+def _mixed(packed: PackedTokens) -> PackedTokens:
+    """Tokens of both tiers in pages with gaps."""
+    tiers = torch.tensor([Tier.INT4, Tier.INT2, Tier.EVICTED])[torch.randint(3, (len(packed),))]
+    tiers[0] = Tier.INT2
+    return packed.retier(tiers)
+
+
+def _hiding(*shape: int) -> Tensor:
+    return torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, -torch.inf)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
@@ -42,26 +61,81 @@ def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
 
 
+def _flat(result: tuple[Tensor, Tensor | None, list[Tensor]]) -> list[Tensor]:
+    """The tensors of a result: output, then statistics if there are any."""
+    return [t for t in (*result[:2], *result[2]) if t is not None]
+
+
 @pytest.mark.kernels
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("queries", [1, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("lengths", [[1], [17, 63], [64, 0, 200], [129, 1, 0, 65]], ids=str)
-def test_compiled_kernel_equals_the_reference(dim: int, queries: int, lengths: list[int]) -> None:
-    packed = _ragged(lengths, dim)
-    gaps = packed.keep((torch.rand(len(packed)) < 0.7) | (torch.arange(len(packed)) == 0))  # pages with gaps
-    query = torch.randn(len(lengths), queries, dim) * dim**-0.5 * 4
-    for tokens, full in ((packed, 68), (gaps, 1), (gaps, 129)):
-        key, value = torch.randn(2, len(lengths), full, dim)
-        for weights in (None, torch.rand(queries)):
-            ours = cpu.attend(query, key, value, tokens, weights)
-            theirs = reference.attend(query, key, value, tokens, weights)
-            assert _difference(ours[0], theirs[0]) < 1e-5
-            if weights is None:
-                assert ours[1:] == theirs[1:] == (None, None)
-            else:
-                assert _difference(ours[1], theirs[1]) < 1e-5
-                assert _difference(ours[2], theirs[2]) < 1e-5
+@pytest.mark.parametrize("bits", [(4, 4, 4, 2), (4, 2, 4, 2), (8, 8, 4, 4), (4, 4, 2, 2)], ids=str)
+def test_compiled_kernel_equals_the_reference(
+    dim: int, bits: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = cpu.attend, reference.attend
+    monkeypatch.setattr(reference, "attend", None)  # the kernel must do it all itself
+    lengths = ([1], [17, 63], [64, 0, 200], [129, 1, 0, 65], [70], [3, 130])
+    for queries, counts in zip((1, 2, 3, 4, 7, 8), lengths, strict=True):
+        packed = _ragged(counts, dim, Bits(*bits))
+        query = torch.randn(len(counts), queries, dim) * dim**-0.5 * 4
+        weights = torch.rand(queries)
+        for tokens, full, masked in (
+            (packed, 68, False),
+            (_mixed(packed), 1, False),
+            (_mixed(packed), 129, True),
+        ):
+            key, value = torch.randn(2, len(counts), full, dim)
+            bias = _hiding(len(counts), queries, full) if masked else None
+            part = Part(tokens, bias=_hiding(len(tokens), queries) if masked else None)
+            given = query, key, value, [part], weights, bias, 3.0 if masked else None
+            for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in both), strict=True):
+                assert _difference(ours, theirs) < 1e-5
+        alone, mass, masses = cpu.attend(query, key, value, [part], None, bias, 3.0)
+        assert (mass, masses) == (None, [])
+        assert torch.equal(alone, cpu.attend(*given)[0])
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_many_queries_over_several_pieces() -> None:
+    """A second prompt over a long body: pieces of 1,024 tokens are merged, pages straddle rows."""
+    packed = _mixed(_ragged([2500, 700], 64))
+    query, (key, value) = torch.randn(2, 42, 64), torch.randn(2, 2, 1500, 64)
+    given = query, key, value, [Part(packed)], torch.rand(42)
+    for ours, theirs in zip(_flat(cpu.attend(*given)), _flat(reference.attend(*given)), strict=True):
+        assert _difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("statistics", [False, True])
+def test_threads_change_nothing(statistics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither threads inside a call nor calls of several threads at once."""
+    packed = [_mixed(_ragged([2200, 30, 1100], 64)), _mixed(_ragged([900, 4000, 1], 64))]
+    query, (key, value) = torch.randn(3, 3, 64), torch.randn(2, 3, 90, 64)
+    weights = torch.rand(3) if statistics else None
+    run = lambda tokens: _flat(cpu.attend(query, key, value, [Part(tokens)], weights))
+    monkeypatch.setattr(cpu, "PARALLEL", 0)
+    results = {}
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        results[threads] = [run(tokens) for tokens in packed]
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(run, packed * 8))
+        for got, expected in zip([*results[threads], *together], results[1] * 9, strict=True):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_keys_may_lie_in_a_longer_buffer() -> None:
+    packed, query = _ragged([70, 9], 64), torch.randn(2, 3, 64)
+    key, value = torch.full((2, 2, 40, 64), torch.nan)
+    key[:, :30], value[:, :30] = torch.randn(2, 2, 30, 64)
+    ours = cpu.attend(query, key[:, :30], value[:, :30], [Part(packed)])[0]
+    theirs = reference.attend(query, key[:, :30], value[:, :30], [Part(packed)])[0]
+    assert _difference(ours, theirs) < 1e-5
 
 
 @pytest.mark.kernels
@@ -69,9 +143,8 @@ def test_compiled_kernel_equals_the_reference(dim: int, queries: int, lengths: l
 def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     packed = _ragged([130, 70], 64)
     query, (key, value) = torch.randn(2, 3, 64) * 300, torch.randn(2, 2, 5, 64)
-    ours = cpu.attend(query, key, value, packed, torch.ones(3))
-    for mine, other in zip(ours, reference.attend(query, key, value, packed, torch.ones(3))):
-        assert mine is not None
+    given = query, key, value, [Part(packed)], torch.ones(3)
+    for mine, other in zip(_flat(cpu.attend(*given)), _flat(reference.attend(*given)), strict=True):
         assert bool(mine.isfinite().all())
         assert _difference(mine, other) < 1e-3
 
@@ -82,9 +155,34 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
 def test_half_precision_queries_keep_their_type(dtype: torch.dtype) -> None:
     packed = _ragged([90, 5], 64)
     query, (key, value) = torch.randn(2, 3, 64), torch.randn(2, 2, 7, 64)
-    out, _, _ = cpu.attend(query.to(dtype), key.to(dtype), value.to(dtype), packed)
+    out, _, _ = cpu.attend(query.to(dtype), key.to(dtype), value.to(dtype), [Part(packed)])
     assert out.dtype == dtype
-    assert _difference(out.float(), reference.attend(query, key, value, packed)[0]) < 0.01
+    assert _difference(out.float(), reference.attend(query, key, value, [Part(packed)])[0]) < 0.01
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kernel", [cpu.attend, reference.attend], ids=["compiled", "reference"])
+def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
+    packed = _ragged([40, 8], 32)
+    query, (key, value) = torch.randn(2, 2, 32), torch.randn(2, 2, 6, 32)
+    hidden, body_hidden = torch.zeros(2, 2, 6), torch.zeros(48, 2)
+    hidden[:, :, 4:] = -torch.inf
+    body_hidden[10:] = -torch.inf  # the whole second row
+    out, mass, (body_mass,) = kernel(
+        query, key, value, [Part(packed, bias=body_hidden)], torch.ones(2), hidden
+    )
+    few = packed.keep(torch.arange(48) < 10)
+    expected, full_mass, (few_mass,) = reference.attend(
+        query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2)
+    )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(mass[:, :4], full_mass)
+    torch.testing.assert_close(body_mass[:10], few_mass)
+    assert bool((body_mass[10:] == 0).all())
+    all_hidden = Part(packed, bias=torch.full_like(body_hidden, -torch.inf))
+    nothing, _, _ = kernel(query, key, value, [all_hidden], None, torch.full_like(hidden, -torch.inf))
+    assert bool((nothing == 0).all())  # a padding query
 
 
 @pytest.mark.kernels
@@ -104,7 +202,9 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) 
         "print(a.__module__, a is b)"
     )
     env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path.cwd())
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path.cwd()
+    )
     assert done.stdout.strip() == "fade_runtime.kernels.reference True", done.stderr
     assert done.stderr.count("no C compiler found; install gcc") == 1
 
@@ -127,24 +227,3 @@ def test_environment_asks_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
     pick_kernel.cache_clear()
     assert pick_kernel(CPU) is reference.attend
     pick_kernel.cache_clear()
-
-
-def test_hidden_tokens_carry_nothing_in_the_reference() -> None:
-    packed = _ragged([40, 8], 32)
-    query, (key, value) = torch.randn(2, 2, 32), torch.randn(2, 2, 6, 32)
-    hidden, body_hidden = torch.zeros(2, 2, 6), torch.zeros(48, 2)
-    hidden[:, :, 4:] = -torch.inf
-    body_hidden[10:] = -torch.inf  # the whole second row
-    out, mass, body_mass = reference.attend(query, key, value, packed, torch.ones(2), hidden, body_hidden)
-    few = packed.keep(torch.arange(48) < 10)
-    expected, full_mass, few_mass = reference.attend(query, key[:, :4], value[:, :4], few, torch.ones(2))
-    torch.testing.assert_close(out, expected)
-    assert mass is not None
-    assert body_mass is not None
-    torch.testing.assert_close(mass[:, :4], full_mass)
-    torch.testing.assert_close(body_mass[:10], few_mass)
-    assert bool((body_mass[10:] == 0).all())
-    nothing, _, _ = reference.attend(
-        query, key, value, packed, None, torch.full_like(hidden, -torch.inf), torch.full_like(body_hidden, -torch.inf)
-    )
-    assert bool((nothing == 0).all())  # a padding query

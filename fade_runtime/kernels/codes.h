@@ -1,0 +1,226 @@
+/* Vectors, numbers and codes: dot products with tokens and weighted sums of them, read from their codes.
+ *
+ * The format is defined by fade_runtime/quant.py. Vectors are GNU C's portable ones, 8 floats wide.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#define PAGE 64         /* most tokens of a page */
+#define LANES 8
+#define BLOCK 4         /* queries, and tokens, that share loads */
+#define FLOAT 32        /* "bits" of what is no code */
+#define inlined static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(32)));
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t ints __attribute__((vector_size(32)));
+typedef uint8_t bytes __attribute__((vector_size(8)));
+
+/* -- numbers ------------------------------------------------------------------------------------------------------ */
+
+inlined vec load(const float *from) {
+    vec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inlined void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
+
+inlined ints widen(const uint8_t *from) {
+#ifdef __AVX2__ /* one instruction, where the portable form takes twenty */
+    return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    bytes c;
+    memcpy(&c, from, sizeof c);
+    return __builtin_convertvector(c, ints);
+#endif
+}
+
+/* Sums over the lanes of four vectors. */
+inlined quad sums(vec a, vec b, vec c, vec d) {
+#ifdef __AVX2__
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+    return (quad)_mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+#else
+    quad result = {0, 0, 0, 0};
+    for (int i = 0; i < LANES; i++) result += (quad){a[i], b[i], c[i], d[i]};
+    return result;
+#endif
+}
+
+inlined float total(vec v) { return sums(v, v, v, v)[0]; }
+
+/* Float16 to float32; no infinities, no NaN. */
+static void to_float(const uint16_t *restrict from, int64_t count, float *restrict to) {
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + LANES <= count; i += LANES)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#endif
+    for (; i < count; i++) {
+        const uint32_t bits = (uint32_t)(from[i] & 0x8000) << 16 | (uint32_t)(from[i] & 0x7fff) << 13;
+        memcpy(to + i, &bits, sizeof bits);
+        to[i] *= 0x1p112f; /* the difference of the exponents' biases */
+    }
+}
+
+/* exp(x) for x <= 0: 2^k * 2^f, f in [-1/2, 1/2], relative error below 3e-7; 0 below 2^-126. */
+inlined vec exp_negative(vec x) {
+    const vec y = x * 1.44269504088896341f;
+    const vec magic = (vec){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    const ints tiny = y < -126.0f;
+    const vec bounded = (vec)(((ints)y & ~tiny) | ((ints)((vec){0} - 126.0f) & tiny));
+    const vec shifted = bounded + magic, f = bounded - (shifted - magic);
+    vec p = (vec){0} + 1.5403530393381609e-4f;
+    p = p * f + 1.3333558146428443e-3f;
+    p = p * f + 9.6181291076284772e-3f;
+    p = p * f + 5.5504108664821580e-2f;
+    p = p * f + 2.4022650695910072e-1f;
+    p = p * f + 6.9314718055994531e-1f;
+    p = p * f + 1.0f;
+    const vec power = (vec)(((ints)shifted << 23) + (127 << 23)); /* the integer is in the lowest bits */
+    return (vec)((ints)(p * power) & ~tiny);
+}
+
+inlined float exp_one(float x) { return exp_negative((vec){0} + x)[0]; }
+
+/* Rotate by the orthonormal Hadamard matrix, in blocks of the largest power of two that divides dim. */
+static void hadamard(float *x, int64_t dim) {
+    const int64_t power = dim & -dim;
+    const float norm = 1.0f / sqrtf((float)power);
+    for (float *block = x; block < x + dim; block += power) {
+        for (int64_t half = 1; half < power; half *= 2)
+            for (int64_t i = 0; i < power; i += 2 * half)
+                for (int64_t j = i; j < i + half; j++) {
+                    const float a = block[j], b = block[j + half];
+                    block[j] = a + b, block[j + half] = a - b;
+                }
+        for (int64_t i = 0; i < power; i++) block[i] *= norm;
+    }
+}
+
+/* -- codes -------------------------------------------------------------------------------------------------------- */
+
+/* Byte i of a token holds channel i of each of 8 / bits equal parts, the first part in the lowest bits. */
+inlined int parts_of(int bits) { return bits == FLOAT ? 1 : 8 / bits; }
+
+inlined int64_t bytes_of(int bits, int64_t dim) { return dim * bits / 8; }
+
+/* 8 channels, from channel i, of a part of a token. */
+inlined vec channels(const uint8_t *token, int64_t i, int part, const int bits) {
+    if (bits == FLOAT) return load((const float *)token + i);
+    const ints codes = widen(token + i) >> (part * bits);
+    return __builtin_convertvector((part + 1) * bits == 8 ? codes : codes & ((1 << bits) - 1), vec);
+}
+
+/* line[q][t] = token t . query[q] + constant[q]; writes up to BLOCK - 1 more. */
+inlined void dots(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, const float *query,
+                  const float *constant, const int count, float *line, int64_t stride) {
+    const int parts = parts_of(bits);
+    const int64_t width = dim / parts, size = bytes_of(bits, dim);
+    for (int64_t t = 0; t < tokens; t += BLOCK) {
+        vec sum[BLOCK][BLOCK]; /* query, token */
+#pragma GCC unroll 2
+        for (int pair = 0; pair < BLOCK; pair += 2) {
+            const int64_t at = t + pair < tokens ? t + pair : tokens - 1;
+            const uint8_t *one = from + at * size, *two = at + 1 < tokens ? one + size : one;
+            vec a[BLOCK] = {{0}, {0}, {0}, {0}}, b[BLOCK] = {{0}, {0}, {0}, {0}};
+            for (int64_t i = 0; i < width; i += LANES)
+                for (int part = 0; part < parts; part++) {
+                    const vec first = channels(one, i, part, bits), second = channels(two, i, part, bits);
+                    for (int q = 0; q < count; q++) {
+                        const vec mine = load(query + q * dim + part * width + i);
+                        a[q] += first * mine;
+                        b[q] += second * mine;
+                    }
+                }
+            for (int q = 0; q < count; q++) sum[q][pair] = a[q], sum[q][pair + 1] = b[q];
+        }
+        for (int q = 0; q < count; q++) {
+            const quad four = sums(sum[q][0], sum[q][1], sum[q][2], sum[q][3]) + constant[q];
+            memcpy(line + q * stride + t, &four, sizeof four);
+        }
+    }
+}
+
+/* Up to BLOCK vectors of channels of `weigh`, from channel i of each part. */
+inlined void weigh_some(const uint8_t *from, const int bits, const int steps, int64_t i, int64_t tokens, int64_t dim,
+                        int64_t groups, const float *weight, const int count, float *out) {
+    const int parts = parts_of(bits);
+    const int64_t width = dim / parts, size = bytes_of(bits, dim);
+    vec acc[BLOCK][BLOCK]; /* channels, query */
+    const float *mine[BLOCK];
+    for (int v = 0; v < steps * parts; v++) {
+        const int64_t at = v % parts * width + i + v / parts * LANES;
+        mine[v] = weight + (groups == 1 ? 0 : at * groups / dim * BLOCK * PAGE);
+        for (int q = 0; q < count; q++) acc[v][q] = load(out + q * dim + at);
+    }
+    for (int64_t t = 0; t < tokens; t++, from += size)
+        for (int s = 0; s < steps; s++) {
+            for (int part = 0; part < parts; part += 2) {
+                const int v = s * parts + part, many = parts == 1 ? 1 : 2;
+                vec x[2];
+                for (int j = 0; j < many; j++) x[j] = channels(from, i + s * LANES, part + j, bits);
+                __asm__ volatile("" ::: "memory"); /* weights are read again: kept in registers they push out sums */
+                for (int q = 0; q < count; q++)
+                    for (int j = 0; j < many; j++) acc[v + j][q] += x[j] * mine[v + j][q * PAGE + t];
+            }
+        }
+    for (int v = 0; v < steps * parts; v++)
+        for (int q = 0; q < count; q++)
+            store(out + q * dim + v % parts * width + i + v / parts * LANES, acc[v][q]);
+}
+
+/* out[q][d] += sum over t of weight[group of d][q][t] * token t [d]. */
+inlined void weigh(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, int64_t groups,
+                   const float *weight, const int count, float *out) {
+    const int steps = BLOCK / parts_of(bits);
+    const int64_t width = dim / parts_of(bits);
+    int64_t i = 0;
+    for (; i + steps * LANES <= width; i += steps * LANES)
+        weigh_some(from, bits, steps, i, tokens, dim, groups, weight, count, out);
+    for (; i < width; i += LANES) weigh_some(from, bits, 1, i, tokens, dim, groups, weight, count, out);
+}
+
+/* Both with bits and count as constants, which keeps the sums in registers. */
+#define EACH_COUNT(CASE, bits) CASE(bits, 1) CASE(bits, 2) CASE(bits, 3) CASE(bits, 4)
+#define EACH(CASE) EACH_COUNT(CASE, 2) EACH_COUNT(CASE, 4) EACH_COUNT(CASE, 8) EACH_COUNT(CASE, FLOAT)
+
+static void any_dots(const uint8_t *from, int bits, int64_t tokens, int64_t dim, const float *query,
+                     const float *constant, int count, float *line, int64_t stride) {
+#define CASE(BITS, COUNT) \
+    case BITS * 8 + COUNT: dots(from, BITS, tokens, dim, query, constant, COUNT, line, stride); break;
+    switch (bits * 8 + count) { EACH(CASE) }
+#undef CASE
+}
+
+static void any_weigh(const uint8_t *from, int bits, int64_t tokens, int64_t dim, int64_t groups, const float *weight,
+                      int count, float *out) {
+#define CASE(BITS, COUNT) \
+    case BITS * 8 + COUNT: weigh(from, BITS, tokens, dim, groups, weight, COUNT, out); break;
+    if (count == BLOCK) { /* more sums than registers */
+        any_weigh(from, bits, tokens, dim, groups, weight, BLOCK / 2, out);
+        any_weigh(from, bits, tokens, dim, groups, weight + BLOCK / 2 * PAGE, BLOCK / 2, out + BLOCK / 2 * dim);
+        return;
+    }
+    switch (bits * 8 + count) { EACH(CASE) }
+#undef CASE
+}
+
+/* Codes of up to a page of tokens, ready for the two above: as they are, or as floats where a part of a head dim is no
+ * multiple of LANES. */
+static const uint8_t *ready(const uint8_t *from, int *bits, int64_t tokens, int64_t dim, float *tile) {
+    const int64_t width = dim / parts_of(*bits), size = bytes_of(*bits, dim);
+    if (width % LANES == 0) return from;
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = 0; d < dim; d++)
+            tile[t * dim + d] = (float)(from[t * size + d % width] >> (d / width * *bits) & ((1 << *bits) - 1));
+    *bits = FLOAT;
+    return (const uint8_t *)tile;
+}
