@@ -19,6 +19,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
+from predictor.errors import FadeError
+
 PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sklearn", "sympy")  # dependencies of the dependencies
 MIN_README = 4000  # characters
 MIN_DOCSTRING = 400  # characters; shorter docstrings are mostly signatures
@@ -35,15 +37,23 @@ class Text(NamedTuple):
         source: family, such as ``"topics"`` or ``"book.txt"``; documents are made of one source.
         origin: what it was cut from; two splits never share an origin.
         text: the text.
+        whole: it is not cut at blank lines (a chat in its template).
     """
 
     source: str
     origin: str
     text: str
+    whole: bool = False
 
 
-def builtin_families(seed: int) -> list[Iterator[Text]]:
+def builtin_families(seed: int, only: str = "") -> list[Iterator[Text]]:
     """Open the four families of the built-in corpus, each a lazy stream in an order drawn from ``seed``.
+
+    Args:
+        seed: of the order. only: the one family that is wanted, by default all.
+
+    Raises:
+        FadeError: there is no such family.
 
     Example:
         >>> topics = builtin_families(seed=0)[0]
@@ -52,12 +62,15 @@ def builtin_families(seed: int) -> list[Iterator[Text]]:
     """
     stdlib = _shuffled(python_files(Path(sysconfig.get_paths()["stdlib"])), seed)
     documented = [file for file in stdlib if not _reads_as_source(file)]
-    return [
-        _topics(seed),
-        _docstrings("stdlib-docs", documented),
-        _sources("stdlib-source", [file for file in stdlib if _reads_as_source(file)]),
-        _docstrings("package-docs", _shuffled(_package_files(), seed)),
-    ]
+    families = {
+        "topics": _topics(seed),
+        "stdlib-docs": _docstrings("stdlib-docs", documented),
+        "stdlib-source": _sources("stdlib-source", [file for file in stdlib if _reads_as_source(file)]),
+        "package-docs": _docstrings("package-docs", _shuffled(_package_files(), seed)),
+    }
+    if only and only not in families:
+        raise FadeError(f"text source builtin:{only} is not known; the families are {', '.join(families)}")
+    return [families[only]] if only else list(families.values())
 
 
 def builtin_readmes(seed: int) -> Iterator[Text]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from data.chat import chat_frame, chat_renderer
+from data.continuation import KINDS
 from data.lm import encode
 from data.text import Document, corpus_hash, load_documents
 from data.trace import SCHEMA_VERSION
@@ -21,7 +23,10 @@ class CollectSettings:
     """What to collect.
 
     Args:
-        text: sources: "builtin", .txt/.md/.jsonl files, folders of them, or "hf:NAME[:CONFIG[:SPLIT]]".
+        text: sources, a list (in turn) or a mapping source -> weight: "builtin" or "builtin:FAMILY", files of text or
+            code, FILE.jsonl or FILE.parquet (text or chat messages; FILE.jsonl:FIELD+FIELD for others), folders of
+            them, or "hf:NAME[:CONFIG[:SPLIT[:FIELD]]]".
+        validation_text: sources of the validation documents, held out from training; by default those of text.
         model: model directory or hub id of the language model that is watched.
         out: folder of the collection.
         train_documents: number of documents to train on.
@@ -29,17 +34,23 @@ class CollectSettings:
         min_prompt: shortest prompt, in tokens.
         max_prompt: longest prompt, in tokens; lengths are drawn evenly between the two.
         future: tokens after the prompt whose attention is the target.
+        continuation: what follows a prompt: text (of the document), or the model's own greedy or sample.
+        temperature: of a sample. top_p: share of the likeliest tokens that a sample is drawn from.
+        template: auto writes chats in the model's chat template (role lines where it has none) and leaves other text
+            as it is, chat puts other text into the template too, as a user's message, raw uses no template.
         window: last queries of the prompt whose attention is kept.
         block: consecutive tokens pooled together in attention maps.
         h2o: also record the attention each token received from the whole prompt (a baseline; a fifth more time).
         documents_per_shard: documents in one Parquet file; what an interruption can cost.
         dtype: of the model: float32, bfloat16 or float16.
         accelerator: Lightning's name of the device: auto, cpu, cuda.
-        devices: how many of them; each collects its own shards.
-        seed: of the order of the built-in corpus and of the prompt lengths.
+        devices: how many of them (processes on a CPU); each collects its own shards.
+        nodes: machines with so many devices each, started by torchrun; they share the folder.
+        seed: of the order of the built-in corpus, of the prompt lengths and of samples.
     """
 
-    text: list[str] | str = field(default_factory=lambda: ["builtin"])
+    text: dict[str, float] | list[str] | str = field(default_factory=lambda: ["builtin"])
+    validation_text: dict[str, float] | list[str] | str = field(default_factory=list)
     model: str = "artefacts/models/smollm2-135m-instruct"
     out: str = "artefacts/traces/demo"
     train_documents: int = 12
@@ -47,6 +58,10 @@ class CollectSettings:
     min_prompt: int = 1024
     max_prompt: int = 2048
     future: int = 128
+    continuation: str = "text"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    template: str = "auto"
     window: int = 64
     block: int = 16
     h2o: bool = True
@@ -54,22 +69,31 @@ class CollectSettings:
     dtype: str = "float32"
     accelerator: str = "auto"
     devices: int = 1
+    nodes: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the options.
 
         Raises:
             FadeError: names the one that cannot be.
         """
-        self.text = [self.text] if isinstance(self.text, str) else list(self.text)
+        self.text = _sources(self.text)
+        self.validation_text = _sources(self.validation_text)
         least = {
             "train_documents": 1, "validation_documents": 1, "future": 1, "window": 8, "block": 1,
-            "documents_per_shard": 1, "devices": 1, "min_prompt": self.window + 1, "max_prompt": self.min_prompt,
+            "documents_per_shard": 1, "devices": 1, "nodes": 1,
+            "min_prompt": self.window + 1, "max_prompt": self.min_prompt,
         }  # fmt: skip
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise FadeError(f"{name} {getattr(self, name)} is too small; use at least {bound}")
+        if self.continuation not in KINDS:
+            raise FadeError(f"continuation {self.continuation} is not known; use one of {', '.join(KINDS)}")
+        if not 0 < self.temperature < float("inf"):
+            raise FadeError(f"temperature {self.temperature} is out of range; use a number above 0")
+        if not 0 < self.top_p <= 1:
+            raise FadeError(f"top_p {self.top_p} is out of range; use a share in (0, 1]")
 
     @property
     def spec(self) -> FeatureSpec:
@@ -78,7 +102,7 @@ class CollectSettings:
 
     def content(self) -> dict[str, Any]:
         """The settings that decide what the shards hold."""
-        elsewhere = ("out", "accelerator", "devices")
+        elsewhere = ("out", "accelerator", "devices", "nodes")
         return {name: value for name, value in asdict(self).items() if name not in elsewhere}
 
 
@@ -88,30 +112,35 @@ class Task:
 
     Attributes:
         document: where it comes from. shard: file that its rows go to.
-        tokens: [S + T] ids. prompt: S.
+        tokens: [S + T] ids, or [S] when the model writes the continuation itself. prompt: S. future: T.
     """
 
     document: Document
     shard: str
     tokens: torch.Tensor
     prompt: int
+    future: int
 
 
 def prepare(settings: CollectSettings, tokenizer: Any) -> list[Task]:
     """Choose documents, draw prompt lengths and assign shards; no shard mixes splits.
 
     Raises:
-        FadeError: missing or too little text.
+        FadeError: missing or too little text, or a chat template that is missing or unfit.
     """
-    read = settings.max_prompt + settings.future
+    render = chat_renderer(tokenizer, settings.template)
+    follows = settings.future if settings.continuation == "text" else 0
     documents = load_documents(
         settings.text,
         train=settings.train_documents,
         validation=settings.validation_documents,
-        length=read,
+        length=settings.max_prompt + follows,
         measure=lambda text: len(encode(tokenizer, text)),
         seed=settings.seed,
+        held_out=settings.validation_text,
+        render=render,
     )
+    frame = chat_frame(tokenizer, answer=not follows) if settings.template == "chat" else ([], [])
     tasks: list[Task] = []
     shard = 0
     for split in ("train", "validation"):
@@ -120,11 +149,29 @@ def prepare(settings: CollectSettings, tokenizer: Any) -> list[Task]:
         for index, document in enumerate(part):
             drawn = random.Random(f"{settings.seed} {document.id}")
             prompt = drawn.randint(settings.min_prompt, settings.max_prompt)
-            ids = torch.tensor(encode(tokenizer, document.text)[: prompt + settings.future])
+            ids = _read(tokenizer, document, prompt + follows, frame)
             name = f"shard-{shard + index * count // len(part):05d}.parquet"
-            tasks.append(Task(document, name, ids, prompt))
+            tasks.append(Task(document, name, torch.tensor(ids), prompt, settings.future))
         shard += count
     return tasks
+
+
+def _read(tokenizer: Any, document: Document, length: int, frame: tuple[list[int], list[int]]) -> list[int]:
+    """The first ``length`` ids of a document; unless it is made of chats, ``frame`` goes around them."""
+    before, after = ([], []) if document.chat else frame
+    if length <= len(before) + len(after):
+        raise FadeError(
+            f"a prompt of {length} tokens has no room for the {len(before) + len(after)} of the chat template; "
+            "raise min_prompt"
+        )
+    ids = encode(tokenizer, document.text)
+    return [*before, *ids[: length - len(before) - len(after)], *after]
+
+
+def _sources(given: dict[str, float] | list[str] | str) -> dict[str, float] | list[str]:
+    if isinstance(given, dict):
+        return dict(given)
+    return [given] if isinstance(given, str) else list(given)
 
 
 def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, Any]:
@@ -141,7 +188,14 @@ def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, An
         "complete": False,
         "settings": settings.content(),
         "spec": settings.spec.to_dict(),
-        "corpus": {"sha256": corpus_hash(documents), "python": platform.python_version()},
+        "corpus": {
+            "sha256": corpus_hash(documents),
+            "sources": {
+                source: corpus_hash([one for one in documents if one.source == source])
+                for source in dict.fromkeys(one.source for one in documents)
+            },
+            "python": platform.python_version(),
+        },
         "documents": [
             {
                 "id": task.document.id,
@@ -149,7 +203,7 @@ def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, An
                 "split": task.document.split,
                 "origins": list(task.document.origins),
                 "prompt": task.prompt,
-                "tokens": len(task.tokens),
+                "tokens": task.prompt + task.future,
                 "shard": task.shard,
             }
             for task in tasks

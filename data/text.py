@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fractions import Fraction
+from itertools import chain
 
-from data.corpus import Text, builtin_families, builtin_readmes
+from data.chat import Render, role_lines
+from data.corpus import Text
+from data.sources import open_source, passages
 from predictor.errors import FadeError
 
-SUFFIXES = (".txt", ".md", ".jsonl")
 PASSAGE = 60  # characters; a passage at least this long appears once in all documents
-SECTION = 24_000  # characters; a longer file counts as several origins, so that one book fills both splits
-_BLANK_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
+
+Sources = Sequence[str] | Mapping[str, float]  # taken in turn, or in shares that follow weights
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Document:
         split: ``"train"`` or ``"validation"``.
         text: the text.
         origins: files, topics or records it was put together from; no train origin is a validation origin.
+        chat: the text is made of chats in the model's template, or in lines of roles.
     """
 
     id: str
@@ -35,33 +37,45 @@ class Document:
     split: str
     text: str
     origins: tuple[str, ...]
+    chat: bool = False
 
 
 def load_documents(
-    sources: Sequence[str],
+    sources: Sources,
     *,
     train: int,
     validation: int,
     length: int,
     measure: Callable[[str], int] = len,
     seed: int = 0,
+    held_out: Sources = (),
+    render: Render = role_lines,
 ) -> list[Document]:
-    """Put together documents of at least ``length`` from text sources, in turn from each source.
+    """Put together documents of at least ``length`` from text sources.
 
     Args:
-        sources: ``"builtin"``, ``"builtin:readmes"`` (to test on), a .txt, .md or .jsonl file (one object with a ``text`` field a line), a folder of
-            such files, or ``"hf:NAME"``, ``"hf:NAME:CONFIG"``, ``"hf:NAME:CONFIG:SPLIT"`` for a dataset of the
-            Hugging Face hub (or a dataset folder on disk).
+        sources: any of those below. A list gives documents in turn from each, and goes on with the others when one
+            has no more. A mapping source -> weight gives each its share of either split, within one document.
+
+            - ``"builtin"``, or one of its families such as ``"builtin:topics"``;
+            - a file of text or code; ``FILE.jsonl`` or ``FILE.parquet``, whose records have a ``text`` or are chats
+              (``messages``); ``FILE.jsonl:FIELD+FIELD`` for other fields;
+            - a folder of such files;
+            - ``"hf:NAME"``, ``"hf:NAME:CONFIG"``, ``"hf:NAME:CONFIG:SPLIT"``, ``"hf:NAME:CONFIG:SPLIT:FIELD+FIELD"``:
+              a dataset of the Hugging Face hub, or a dataset folder on disk.
         train: number of train documents. validation: number of validation documents.
         length: least length of a document, in units of ``measure``.
         measure: length of a text, such as the number of its tokens; characters when not given.
         seed: order of the built-in corpus. The order of files is their names'.
+        held_out: sources of the validation documents alone; those of ``sources`` are then all for training.
+        render: writes a chat as text.
 
     Returns:
         Train documents, then validation documents. The same arguments over the same text give the same documents.
 
     Raises:
-        FadeError: a source that is missing, empty or unreadable, or too little text.
+        FadeError: a source that is missing, empty or unreadable, too little text, a bad weight, or a text that
+            training shares with a held-out source.
 
     Example:
         >>> documents = load_documents(["builtin"], train=4, validation=4, length=3000)
@@ -72,27 +86,21 @@ def load_documents(
     """
     if not sources:
         raise FadeError('text names no source; give "builtin", a file, a folder or "hf:NAME"')
-    seen: set[bytes] = set()
-    open_packers = [
-        _Packer(family, seen, length, measure) for source in sources for family in open_source(source, seed)
-    ]
-    documents: dict[str, list[Document]] = {"train": [], "validation": []}
+    read = _Read(length, measure, set(), {})
+    mixed = _Mix(sources, read, seed, render)
+    apart = _Mix(held_out, read, seed, render, held_out=True) if held_out else mixed
+    documents: list[Document] = []
     # validation first: every source is in it, and it stays the same when more train documents are asked for
-    for split, wanted in (("validation", validation), ("train", train)):
-        for packer in open_packers:
-            packer.leave_origin()
-        while len(documents[split]) < wanted:
-            if not open_packers:
-                raise FadeError(
-                    f"text gives {sum(map(len, documents.values()))} documents of at least {length} "
-                    f"{_unit(measure)} but {train} train and {validation} validation documents were asked for; "
-                    "add text, or ask for fewer or shorter documents"
-                )
-            packer = open_packers.pop(0)
-            if document := packer.draw(split):
-                documents[split].append(document)
-                open_packers.append(packer)
-    return documents["train"] + documents["validation"]
+    for mix, split, wanted in ((apart, "validation", validation), (mixed, "train", train)):
+        drawn = mix.draw(split, wanted)
+        if len(drawn) < wanted:
+            raise FadeError(
+                f"{mix.name} gives {len(drawn) + len(documents) * (mix is mixed)} documents of at least {length} "
+                f"{_unit(measure)} but {train} train and {validation} validation documents were asked for; "
+                "add text, or ask for fewer or shorter documents"
+            )
+        documents = drawn + documents
+    return documents
 
 
 def corpus_hash(documents: Sequence[Document]) -> str:
@@ -103,48 +111,95 @@ def corpus_hash(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def open_source(source: str, seed: int = 0) -> list[Iterator[Text]]:
-    """Open one text source as one or more families of texts (see :func:`load_documents`).
+@dataclass
+class _Read:
+    """What all sources of one call share: lengths, passages that were taken, texts that are held out."""
 
-    Raises:
-        FadeError: the source does not exist or holds no text.
-    """
-    if source == "builtin":
-        return builtin_families(seed)
-    if source == "builtin:readmes":
-        return [builtin_readmes(seed)]
-    if source.startswith("hf:"):
-        return [_dataset(source)]
-    path = Path(source)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise FadeError(f"text source {source} is a folder without .txt, .md or .jsonl files; add some")
-        return [_files(source, files)]
-    if not path.is_file():
-        raise FadeError(f'text source {source} does not exist; give "builtin", a file, a folder or "hf:NAME"')
-    if path.suffix not in SUFFIXES:
-        raise FadeError(f"text source {source} is not a .txt, .md or .jsonl file; convert it to one of them")
-    return [_files(source, [path])]
+    length: int
+    measure: Callable[[str], int]
+    passages: set[bytes]
+    held_out: dict[bytes, str]  # hash of a text that validation alone may read -> its origin
 
 
-def passages(text: str) -> list[str]:
-    r"""Cut a text at its blank lines; the pieces joined give the text back.
+class _Mix:
+    """Several sources, each of one or more families; draws documents from them in turn or by weight."""
+
+    def __init__(self, sources: Sources, read: _Read, seed: int, render: Render, held_out: bool = False):
+        self.name = "validation_text" if held_out else "text"
+        self.weighted = isinstance(sources, Mapping)
+        weights = dict(sources) if isinstance(sources, Mapping) else dict.fromkeys(sources, 1)
+        for source, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise FadeError(
+                    f"{self.name} {source} has weight {weight}; give a number above 0, or leave it out"
+                )
+        self.weights = {
+            source: Fraction(weight).limit_denominator(10**6) for source, weight in weights.items()
+        }
+        self.packers = {
+            source: [_Packer(family, read, held_out) for family in open_source(source, seed, render)]
+            for source in weights
+        }
+
+    def draw(self, split: str, wanted: int) -> list[Document]:
+        """Draw documents, fewer than wanted when the text is used up, from origins that no other split has."""
+        for packer in chain(*self.packers.values()):
+            packer.leave_origin()
+        drawn: list[Document] = []
+        counts = dict.fromkeys(self.weights, 0)
+        while len(drawn) < wanted and counts:
+            source = next_source(counts, self.weights)
+            document = self._next(source, split)
+            if document is not None:
+                drawn.append(document)
+                counts[source] += 1
+            elif self.weighted and len(self.weights) > 1:
+                raise FadeError(
+                    f"{self.name} {source} gives {counts[source]} {split} documents, its weight of "
+                    f"{float(self.weights[source]):g} asks for more; add text to it, lower its weight, or ask for "
+                    "fewer or shorter documents"
+                )
+            else:
+                del counts[source]
+        return drawn
+
+    def _next(self, source: str, split: str) -> Document | None:
+        packers = self.packers[source]
+        while packers:
+            packer = packers.pop(0)
+            if document := packer.draw(split):
+                packers.append(packer)
+                return document
+        return None
+
+
+def next_source(counts: Mapping[str, int], weights: Mapping[str, Fraction]) -> str:
+    """Choose the source of the next document, so that counts never leave their weights' shares by one or more.
+
+    Of the sources that are not ahead of their share, the one whose next document is due first.
+
+    Source: Balinski and Young, "The Quota Method of Apportionment", American Mathematical Monthly 82 (1975).
 
     Example:
-        >>> passages("one\n\n  two\n \n\nthree")
-        ['one\n\n', '  two\n \n\n', 'three']
+        >>> weights, counts = {"a": Fraction(3), "b": Fraction(1)}, {"a": 0, "b": 0}
+        >>> order = []
+        >>> for _ in range(8):
+        ...     order.append(next_source(counts, weights))
+        ...     counts[order[-1]] += 1
+        >>> "".join(order)
+        'aaabaaab'
     """
-    pieces = _BLANK_LINES.split(text) + [""]
-    return [p for p in map("".join, zip(pieces[::2], pieces[1::2])) if p]
+    share = (1 + sum(counts.values())) / sum(weights[source] for source in counts)
+    due = {source: count for source, count in counts.items() if count < weights[source] * share}
+    return min(due, key=lambda source: (due[source] + 1) / weights[source])
 
 
 class _Packer:
     """Turns one family of texts into documents, passage by passage, dropping passages that were seen before."""
 
-    def __init__(self, family: Iterator[Text], seen: set[bytes], length: int, measure: Callable[[str], int]):
-        self._stream = self._fresh_passages(family, seen)
-        self._length, self._measure = length, measure
+    def __init__(self, family: Iterator[Text], read: _Read, held_out: bool):
+        self._read, self._held_out = read, held_out
+        self._stream = self._fresh_passages(family)
         self._left: str | None = None  # origin whose remaining passages are passed over
         self._last: str | None = None  # origin of the newest passage that went into a document
 
@@ -156,109 +211,49 @@ class _Packer:
         """Make the next document, or None when the family has too little text left."""
         parts: list[str] = []
         origins: dict[str, None] = {}
-        have = 0
-        for source, origin, passage in self._stream:
+        have, length, measure = 0, self._read.length, self._read.measure
+        for (source, origin, _, whole), passage in self._stream:
             if origin == self._left:
                 continue
-            if parts and origin not in origins:
+            if parts and origin not in origins and not whole:
                 parts.append("\n\n")
             parts.append(passage)
             origins[origin] = None
             self._last = origin
-            have += self._measure(passage)
-            if have >= self._length and self._measure("".join(parts)) >= self._length:
+            have += measure(passage)
+            if have >= length and measure("".join(parts)) >= length:
                 text = "".join(parts)
                 name = hashlib.sha256(text.encode()).hexdigest()[:12]
-                return Document(f"{source}/{name}", source, split, text, tuple(origins))
+                return Document(f"{source}/{name}", source, split, text, tuple(origins), whole)
         return None
 
-    @staticmethod
-    def _fresh_passages(family: Iterator[Text], seen: set[bytes]) -> Iterator[tuple[str, str, str]]:
-        for source, origin, text in family:
-            for passage in passages(text):
-                words = " ".join(passage.split())
-                if len(words) >= PASSAGE:
-                    key = hashlib.blake2b(words.lower().encode(), digest_size=8).digest()
-                    if key in seen:
-                        continue
-                    seen.add(key)
-                yield source, origin, passage
+    def _fresh_passages(self, family: Iterator[Text]) -> Iterator[tuple[Text, str]]:
+        for text in family:
+            self._hold_out(text)
+            for passage in [text.text] if text.whole else passages(text.text):
+                key = _key(passage)
+                if key in self._read.passages:
+                    continue
+                if key is not None:
+                    self._read.passages.add(key)
+                yield text, passage
+
+    def _hold_out(self, text: Text) -> None:
+        key = _key(text.text)
+        if key is not None and self._held_out:
+            self._read.held_out[key] = text.origin
+        elif key in self._read.held_out:
+            raise FadeError(
+                f"text {text.origin} is also in validation_text ({self._read.held_out[key]}), which is held out from "
+                "training; take it out of one of them"
+            )
+
+
+def _key(passage: str) -> bytes | None:
+    """Hash of the words of a passage, or None when it is too short to be told from a heading."""
+    words = " ".join(passage.split())
+    return hashlib.blake2b(words.lower().encode(), digest_size=8).digest() if len(words) >= PASSAGE else None
 
 
 def _unit(measure: Callable[[str], int]) -> str:
     return "characters" if measure is len else "tokens"
-
-
-def _files(source: str, files: list[Path]) -> Iterator[Text]:
-    name, empty = Path(source).name, True
-    for file in files:
-        for record, text in enumerate(_records(file)):
-            for section, part in enumerate(_sections(text)):
-                empty = False
-                yield Text(name, f"{file}:{record}:{section}", part)
-    if empty:
-        raise FadeError(f"text source {source} is empty; give a file or folder with text in it")
-
-
-def _records(file: Path) -> Iterator[str]:
-    try:
-        if file.suffix != ".jsonl":
-            yield file.read_text(encoding="utf-8")
-            return
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _field(line, f"{file} line {number}")
-    except UnicodeDecodeError as error:
-        raise FadeError(f"text source {file} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
-    except OSError as error:
-        raise FadeError(f"text source {file} cannot be read: {error.strerror}; check the file") from error
-
-
-def _field(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise FadeError(
-            f"text source {where} is not JSON; give one object with a text field a line"
-        ) from error
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise FadeError(f"text source {where} has no text field; give one object with a text field a line")
-    return record["text"]
-
-
-def _sections(text: str) -> Iterator[str]:
-    parts: list[str] = []
-    size = 0
-    for passage in passages(text):
-        parts.append(passage)
-        size += len(passage)
-        if size >= SECTION:
-            yield "".join(parts)
-            parts, size = [], 0
-    if "".join(parts).strip():
-        yield "".join(parts)
-
-
-def _dataset(source: str) -> Iterator[Text]:
-    """Stream a dataset by name; only a source that starts with ``hf:`` ever reaches the network."""
-    name, config, split = (source.removeprefix("hf:").split(":") + ["", ""])[:3]
-    from datasets import load_dataset
-
-    try:
-        records = load_dataset(name, config or None, split=split or "train", streaming=True)
-        columns = records.column_names or list(next(iter(records), {}))
-    except Exception as error:  # datasets raises many kinds, most of them with a page of text
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FadeError(
-            f"text source {source} cannot be loaded: {reason}; check name, config and split (hf:NAME:CONFIG:SPLIT)"
-        ) from error
-    if "text" not in columns:
-        raise FadeError(f"text source {source} has no text column but {columns}; choose a dataset with one")
-    empty = True
-    for number, record in enumerate(records):
-        for section, part in enumerate(_sections(record["text"] or "")):
-            empty = False
-            yield Text(name, f"{source}#{number}:{section}", part)
-    if empty:
-        raise FadeError(f"text source {source} is empty; choose another dataset or split")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.checks import (
+    AGAIN,
+    MARK,
+    SHARDS,
+    refuse_not_finite,
+    refuse_other_shards,
+    refuse_shared_documents,
+    refuse_stranger,
+)
+from data.folder import Folder
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.files import sha256_file, write_aside
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-_AGAIN = "python -m pipelines.collect_traces with the same config"
 
 # S prompt tokens, F features, W history steps, T future steps, N = ceil(S / block), M = ceil((S + T) / block)
 ARRAYS: dict[str, tuple[str, ...]] = {
@@ -50,15 +59,19 @@ SCHEMA = pa.schema([*SCALARS.items(), *((name, pa.binary()) for name in ARRAYS)]
 Row = dict[str, Any]  # scalars as they are, arrays as numpy float16
 
 
-def write_shard(path: str | Path, rows: Sequence[Row]) -> None:
+def write_shard(path: str | Path, rows: Sequence[Row], mark: Mapping[str, Any] | None = None) -> None:
     """Write rows to one Parquet file, aside first and then renamed; arrays are cast to float16.
 
     Columns that a row lacks (``h2o`` when it was not recorded) are stored as null.
+
+    Args:
+        path: of the file. rows: of a few documents.
+        mark: from :func:`data.checks.mark_of`; goes into the file's metadata.
     """
     columns = {name: [row[name] for row in rows] for name in SCALARS}
     for name in ARRAYS:
         columns[name] = [np.asarray(row[name], np.float16).tobytes() if name in row else None for row in rows]
-    table = pa.table(columns, schema=SCHEMA)
+    table = pa.table(columns, schema=SCHEMA.with_metadata({MARK: json.dumps(mark)} if mark else None))
     with write_aside(path) as aside:
         pq.write_table(table, aside, compression="zstd", use_dictionary=["doc", "split", "source"])
 
@@ -67,17 +80,20 @@ def read_shard(path: str | Path, spec: FeatureSpec, columns: Iterable[str] | Non
     """Read the rows of one Parquet file; ``columns`` names the arrays wanted, all of them when None.
 
     Raises:
-        FadeError: the file is missing, or is not a whole shard.
+        FadeError: the file is missing, is not a whole shard, or holds a NaN.
     """
     arrays = [name for name in ARRAYS if columns is None or name in set(columns)]
     try:
         with pq.ParquetFile(path, memory_map=False) as file:
             table = file.read(columns=[*SCALARS, *arrays])
     except FileNotFoundError as error:
-        raise FadeError(f"shard {path} is missing; run {_AGAIN}") from error
+        raise FadeError(f"shard {path} is missing; run {AGAIN}") from error
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, "it is not a whole Parquet file of traces") from error
-    return [_decode(row, arrays, spec, path) for row in table.to_pylist()]
+    rows = [_decode(row, arrays, spec, path) for row in table.to_pylist()]
+    for row in rows:
+        refuse_not_finite(row, f"shard {path}", f"delete it and run {AGAIN}, in float32 or bfloat16")
+    return rows
 
 
 def _decode(row: Row, arrays: list[str], spec: FeatureSpec, path: str | Path) -> Row:
@@ -102,64 +118,72 @@ def _decode(row: Row, arrays: list[str], spec: FeatureSpec, path: str | Path) ->
 
 
 def _damaged(path: str | Path, why: str) -> FadeError:
-    return FadeError(f"shard {path} is damaged ({why}); delete it and run {_AGAIN}")
+    return FadeError(f"shard {path} is damaged ({why}); delete it and run {AGAIN}")
 
 
-def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Folder | str | Path, manifest: Mapping[str, Any]) -> None:
     """Write ``manifest.json``, aside first and then renamed."""
-    with write_aside(Path(folder) / MANIFEST) as aside:
+    with Folder.of(folder).write(MANIFEST) as aside:
         aside.write_text(json.dumps(manifest, indent=1) + "\n")
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any] | None:
+def read_manifest(folder: Folder | str | Path) -> dict[str, Any] | None:
     """Read ``manifest.json``, or return None when there is none.
 
     Raises:
         FadeError: it is damaged, or of another schema version.
     """
-    path = Path(folder) / MANIFEST
-    if not path.is_file():
+    folder = Folder.of(folder)
+    if not folder.names(MANIFEST):
         return None
     try:
-        manifest = json.loads(path.read_text())
+        with folder.fetch(MANIFEST) as path:
+            manifest = json.loads(path.read_text())
         version = manifest["schema_version"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise FadeError(f"manifest {path} is damaged; delete the folder and run {_AGAIN}") from error
+        raise FadeError(
+            f"manifest {folder}/{MANIFEST} is damaged; delete the folder and run {AGAIN}"
+        ) from error
     if version != SCHEMA_VERSION:
         raise FadeError(
-            f"manifest {path} has schema version {version}, this release reads {SCHEMA_VERSION}; "
+            f"manifest {folder}/{MANIFEST} has schema version {version}, this release reads {SCHEMA_VERSION}; "
             "collect the traces again into another folder"
         )
     return manifest
 
 
 class Traces:
-    """A complete collection on disk, opened for reading.
+    """A complete collection, opened for reading.
 
     Args:
-        folder: directory with ``manifest.json``.
+        folder: directory with ``manifest.json``, or a URL that fsspec knows.
 
     Attributes:
-        manifest: the manifest, as read. spec: its FeatureSpec. provenance: the model it was made with.
+        folder: where it is. manifest: the manifest, as read. spec: its FeatureSpec.
+        provenance: the model it was made with.
 
     Raises:
-        FadeError: no collection, an unfinished one, one of another version, or a shard that is missing.
+        FadeError: no collection, an unfinished one, one of another version, shards that are missing or of another
+            collection, or a validation split that shares documents with training.
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        manifest = read_manifest(folder)
+    def __init__(self, folder: Folder | str | Path):
+        self.folder = Folder.of(folder)
+        manifest = read_manifest(self.folder)
         if manifest is None:
             raise FadeError(f"no traces in {folder}; collect some with: python -m pipelines.collect_traces")
         if not manifest["complete"]:
-            raise FadeError(f"traces in {folder} are unfinished; run {_AGAIN} to continue")
+            raise FadeError(f"traces in {folder} are unfinished; run {AGAIN} to continue")
         self.manifest = manifest
         self.spec = FeatureSpec.from_dict(manifest["spec"])
         self.provenance: dict[str, Any] = manifest["provenance"]
         self._checked: set[str] = set()
+        refuse_other_shards(self.folder, manifest)
+        present = set(self.folder.names(SHARDS))
         for shard in manifest["shards"]:
-            if not (self.folder / shard["name"]).is_file():
-                raise FadeError(f"shard {self.folder / shard['name']} is missing; run {_AGAIN}")
+            if shard["name"] not in present:
+                raise FadeError(f"shard {self.folder}/{shard['name']} is missing; run {AGAIN}")
+        refuse_shared_documents(manifest, f"traces in {folder}")
 
     def shards(self, split: str) -> list[str]:
         """Names of the shards of ``"train"`` or ``"validation"``, in order."""
@@ -169,12 +193,13 @@ class Traces:
         """Read one shard's rows; its bytes are compared with the manifest's hash the first time.
 
         Raises:
-            FadeError: the shard is damaged.
+            FadeError: the shard is damaged, or belongs to another collection.
         """
-        path = self.folder / name
-        if name not in self._checked:
-            expected = next(shard["sha256"] for shard in self.manifest["shards"] if shard["name"] == name)
-            if not path.is_file() or sha256_file(path) != expected:
-                raise _damaged(path, "its bytes are not those the manifest was written for")
-            self._checked.add(name)
-        return read_shard(path, self.spec, columns)
+        shard = next(shard for shard in self.manifest["shards"] if shard["name"] == name)
+        with self.folder.fetch(name) as path:
+            if name not in self._checked:
+                if path.is_file() and sha256_file(path) != shard["sha256"]:
+                    refuse_stranger(path, f"{self.folder}/{name}", self.manifest)
+                    raise _damaged(path, "its bytes are not those the manifest was written for")
+                self._checked.add(name)
+            return read_shard(path, self.spec, columns)

@@ -12,8 +12,10 @@ from pipelines.cli import run
 def collect_traces(**settings: Any) -> None:
     """Run a language model over text and record what each kv head attends to.
 
-    Each document is a prompt and a continuation of real text, read in one forward pass. Writes Parquet shards and
-    a manifest; a run that was interrupted continues where it stopped.
+    Each document is a prompt and a continuation, the text's own or the model's, read in one forward pass. Writes
+    Parquet shards and a manifest; a run that was interrupted continues where it stopped.
+
+    What a collection holds: python -m pipelines.collect_traces inspect DIR [--layer N --head N --out PNG]
     """
     from data.collect import collect
 
@@ -26,5 +28,15 @@ def collect_traces(**settings: Any) -> None:
     )
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["inspect"]:
+        from pipelines import inspect_traces
+
+        return inspect_traces.main(given[1:])
+    return run(collect_traces, given)
+
+
 if __name__ == "__main__":
-    sys.exit(run(collect_traces))
+    sys.exit(main())

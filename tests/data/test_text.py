@@ -151,7 +151,7 @@ def test_docstrings_are_those_that_python_sees() -> None:
         (None, None, "does not exist"),
         ("empty.txt", b"", "is empty"),
         ("blank.txt", b" \n\n \n", "is empty"),
-        ("a.pdf", b"x", "not a .txt, .md or .jsonl file"),
+        ("a.pdf", b"%PDF\0", "not text but binary"),
         ("latin.txt", b"caf\xe9", "not UTF-8"),
         ("bad.jsonl", b'{"text": "x"}\n{"text"\n', "line 2 is not JSON"),
         ("other.jsonl", b'{"body": "x"}\n', "line 1 has no text field"),

@@ -1,0 +1,95 @@
+"""A text source by its name -> families of texts: the built-in corpus, files, folders, datasets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data.chat import Render, role_lines
+from data.corpus import Text, builtin_families
+from data.records import columns_of, file_texts, record_text, split_fields, text_files
+from predictor.errors import FadeError
+
+SECTION = 24_000  # characters; a longer file counts as several origins, so that one book fills both splits
+_BLANK_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
+
+
+def open_source(source: str, seed: int = 0, render: Render = role_lines) -> list[Iterator[Text]]:
+    """Open one text source as one or more families of texts (see :func:`data.text.load_documents`).
+
+    Raises:
+        FadeError: the source does not exist or holds no text.
+    """
+    if source.partition(":")[0] == "builtin":
+        return builtin_families(seed, source.partition(":")[2])
+    if source.startswith("hf:"):
+        return [_dataset(source, render)]
+    name, fields = split_fields(source)
+    path = Path(name)
+    if path.is_dir():
+        return [_files(source, text_files(path), (), render)]
+    if not path.is_file():
+        raise FadeError(f'text source {source} does not exist; give "builtin", a file, a folder or "hf:NAME"')
+    return [_files(name, [path], fields, render)]
+
+
+def passages(text: str) -> list[str]:
+    r"""Cut a text at its blank lines; the pieces joined give the text back.
+
+    Example:
+        >>> passages("one\n\n  two\n \n\nthree")
+        ['one\n\n', '  two\n \n\n', 'three']
+    """
+    pieces = _BLANK_LINES.split(text) + [""]
+    return [p for p in map("".join, zip(pieces[::2], pieces[1::2])) if p]
+
+
+def _files(source: str, files: list[Path], fields: Sequence[str], render: Render) -> Iterator[Text]:
+    name, empty = Path(source).name, True
+    for file in files:
+        for record, (text, whole) in enumerate(file_texts(file, fields, render)):
+            for section, part in enumerate(_sections(text, whole)):
+                empty = False
+                yield Text(name, f"{file}:{record}:{section}", part, whole)
+    if empty:
+        raise FadeError(f"text source {source} is empty; give a file or folder with text in it")
+
+
+def _sections(text: str, whole: bool = False) -> Iterator[str]:
+    parts: list[str] = []
+    size = 0
+    for passage in [text] if whole else passages(text):
+        parts.append(passage)
+        size += len(passage)
+        if size >= SECTION:
+            yield "".join(parts)
+            parts, size = [], 0
+    if "".join(parts).strip():
+        yield "".join(parts)
+
+
+def _dataset(source: str, render: Render) -> Iterator[Text]:
+    """Stream a dataset by name; only a source that starts with ``hf:`` ever reaches the network."""
+    name, config, split, named = (source.removeprefix("hf:").split(":") + ["", "", ""])[:4]
+    from datasets import load_dataset
+
+    try:
+        records = load_dataset(name, config or None, split=split or "train", streaming=True)
+        columns = records.column_names or list(next(iter(records), {}))
+    except Exception as error:  # datasets raises many kinds, most of them with a page of text
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FadeError(
+            f"text source {source} cannot be loaded: {reason}; check name, config and split (hf:NAME:CONFIG:SPLIT)"
+        ) from error
+    fields = columns_of(named.split("+") if named else (), columns, source)
+    empty = True
+    for number, record in enumerate(records):
+        if any(record[field] is None for field in fields):
+            continue
+        text, whole = record_text(record, fields, render, f"{source} record {number}")
+        for section, part in enumerate(_sections(text, whole)):
+            empty = False
+            yield Text(name, f"{source}#{number}:{section}", part, whole)
+    if empty:
+        raise FadeError(f"text source {source} is empty; choose another dataset or split")

@@ -1,0 +1,233 @@
+"""Continuations of the model's own, chat templates, held-out sources, remote folders, processes without work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from data.chat import chat_frame
+from data.collect import TraceCollector, collect
+from data.lm import encode, load_lm, load_tokenizer
+from data.plan import prepare
+from data.record import record_forward
+from data.trace import Traces
+from pipelines import cli
+from pipelines.collect_traces import collect_traces
+from predictor.errors import FadeError
+from predictor.provenance import model_provenance
+
+from .conftest import write_prose
+from .test_collect import ROOT, Make, assert_same, command, rows_of, stop_after
+
+
+def test_greedy_traces_are_of_what_generate_writes(small: Make, tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = small(tmp_path / "out", continuation="greedy")
+    collect(settings)
+    model, tokenizer = load_lm(tiny_model_dir)
+    found = rows_of(tmp_path / "out")
+    for task in prepare(settings, tokenizer)[:2]:
+        assert task.tokens.tolist() == encode(tokenizer, task.document.text)[: task.prompt]
+        written = model.generate(task.tokens[None], max_new_tokens=13, do_sample=False)[0]
+        expected = record_forward(model, written, task.prompt, settings.spec)
+        rows = [row for row in found if row["doc"] == task.document.id]
+        assert len(rows) == len(expected) == 4
+        for row, right in zip(rows, expected):
+            for name in ("tokens", "target_max", "future_mean", "history_mean"):
+                np.testing.assert_array_equal(row[name], right[name])
+    manifest = Traces(tmp_path / "out").manifest
+    assert manifest["settings"]["continuation"] == "greedy"
+    assert {one["tokens"] - one["prompt"] for one in manifest["documents"]} == {13}
+
+
+def test_samples_are_the_same_after_an_interruption_and_differ_from_text(
+    collected: Path, small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(continuation="sample", temperature=1.5, top_p=0.9, max_prompt=120)
+    collect(small(tmp_path / "whole", **options))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(RuntimeError, match="power cut"):
+            collect(small(tmp_path / "parts", **options))
+    torch.manual_seed(99)
+    collect(small(tmp_path / "parts", **options))
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    collect(small(tmp_path / "text", max_prompt=120))
+    text, own = rows_of(tmp_path / "text"), rows_of(tmp_path / "whole")
+    assert any(not np.array_equal(a["target_max"], b["target_max"]) for a, b in zip(text, own))
+    with pytest.raises(FadeError, match=r"temperature was 1.5, now 0.5"):
+        collect(small(tmp_path / "whole", **{**options, "temperature": 0.5}))
+
+
+@pytest.fixture
+def chatty_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    path = Path(shutil.copytree(tiny_model_dir, tmp_path / "chatty"))
+    tokenizer = load_tokenizer(path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("continuation", ["text", "greedy"])
+def test_a_text_is_put_into_the_chat_template(
+    continuation: str, small: Make, chatty_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(chatty_dir)
+    settings = small(tmp_path / "out", model=str(chatty_dir), template="chat", continuation=continuation)
+    ends = "<assistant>" if continuation == "greedy" else ""
+    for task in prepare(settings, tokenizer):
+        text = tokenizer.decode(task.tokens)
+        assert text.startswith("<user>" + task.document.text[:20])
+        assert text.endswith(ends)
+        assert len(task.tokens) == task.prompt + (13 if continuation == "text" else 0)
+        inside = text.removeprefix("<user>").removesuffix(f"\n{ends}" if ends else "")
+        assert task.document.text.startswith(inside)
+    assert sum(map(len, chat_frame(tokenizer, answer=True))) == len("<user>\n<assistant>")
+    plain = prepare(small(tmp_path / "out", model=str(chatty_dir)), tokenizer)[0]
+    assert tokenizer.decode(plain.tokens).startswith(plain.document.text[:20])
+    narrow: Any = dict(min_prompt=12, max_prompt=12)
+    with pytest.raises(FadeError, match="has no room for the 18 of the chat template"):
+        prepare(small(tmp_path, template="chat", continuation="greedy", **narrow), tokenizer)
+
+
+def test_weights_and_held_out_sources_are_options_of_the_command(
+    small: Make, prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held, out = write_prose(tmp_path / "held", files=2, seed=7), tmp_path / "out"
+    args = command(small(out))[2:] + [f"--validation_text=[{json.dumps(str(held))}]"]
+    mixed = json.dumps({str(prose): 3, "builtin:topics": 1})
+    assert cli.run(collect_traces, [f"--text={mixed}", *args]) == 0, capsys.readouterr().err
+    manifest = Traces(out).manifest
+    assert [(one["split"], one["source"]) for one in manifest["documents"]] == [
+        *[("train", "prose")] * 3, ("train", "topics"), *[("validation", "held")] * 2,
+    ]  # fmt: skip
+    assert set(manifest["corpus"]["sources"]) == {"prose", "topics", "held"}
+    assert cli.run(collect_traces, [f"--text={held}", *args, f"--out={tmp_path / 'other'}"]) == 2
+    assert "is also in validation_text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"continuation": "beam"}, "continuation beam is not known; use one of text, greedy, sample"),
+        ({"temperature": 0}, "temperature 0 is out of range"),
+        ({"top_p": 1.5}, r"top_p 1.5 is out of range; use a share in \(0, 1\]"),
+        ({"nodes": 0}, "nodes 0 is too small"),
+    ],
+)
+def test_options_that_cannot_be_are_named(
+    option: dict[str, Any], words: str, small: Make, tmp_path: Path
+) -> None:
+    with pytest.raises(FadeError, match=words):
+        small(tmp_path, **option)
+
+
+def test_the_manifest_names_the_model_and_how_it_ran(
+    collected: Path, small: Make, tiny_model_dir: Path
+) -> None:
+    manifest = Traces(collected).manifest
+    assert manifest["model"] == {
+        "id": str(tiny_model_dir),
+        "revision": None,
+        "dtype": "float32",
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }
+    model, tokenizer = load_lm(tiny_model_dir)
+    assert manifest["provenance"] == model_provenance(model, tokenizer)
+    assert {"weights", "tokenizer", "rope"} <= set(manifest["provenance"])
+    assert {"seed", "window", "block"} <= set(manifest["settings"])
+
+
+def test_a_manifest_of_before_these_options_is_continued(
+    collected: Path, small: Make, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(collected, tmp_path / "old"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    for name in ("validation_text", "continuation", "temperature", "top_p", "template"):
+        del manifest["settings"][name]
+    del manifest["model"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert collect(small(out)).kept == 3
+    (out / "shard-00000.parquet").unlink()
+    assert collect(small(out)).kept == 2
+    assert_same(out, collected)
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_a_remote_folder_is_written_resumed_and_read(
+    protocol: str, collected: Path, small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out: Any = f"{protocol}://{tmp_path}/far/traces"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(RuntimeError, match="power cut"):
+            collect(small(out))
+    with pytest.raises(FadeError, match=f"traces in {out} are unfinished"):
+        Traces(out)
+    assert collect(small(out)).kept == 1
+    assert_same(out, collected)
+    files, root = fsspec.core.url_to_fs(out)
+    assert sorted(Path(name).name for name in files.ls(root, detail=False)) == sorted(
+        file.name for file in collected.iterdir()
+    )
+    assert files.cat(f"{root}/shard-00001.parquet") == (collected / "shard-00001.parquet").read_bytes()
+    files.rm(f"{root}/shard-00001.parquet")
+    with pytest.raises(FadeError, match=f"shard {out}/shard-00001.parquet is missing"):
+        Traces(out)
+    assert Path("memory:").exists() is False
+
+
+def test_a_protocol_that_is_not_known_is_named(small: Make) -> None:
+    with pytest.raises(FadeError, match=r"folder carrier://pigeon/traces cannot be opened: .*fsspec plugin"):
+        collect(small("carrier://pigeon/traces"))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_torchrun_collects_the_same_rows_and_a_process_may_have_nothing_to_do(
+    collected: Path, small: Make, tmp_path: Path
+) -> None:
+    out = tmp_path / "traces"
+    run = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m",
+        "pipelines.collect_traces", *command(small(out, devices=2)),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def go() -> str:
+        done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert go().count("6 documents, ") == 1  # said once, not by each process
+    assert_same(out, collected)
+    (out / "shard-00001.parquet").unlink()  # one shard for two processes
+    go()
+    assert_same(out, collected)
+
+
+def test_documents_of_a_process_are_whole_shards(small: Make, tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = small(tmp_path, train_documents=7, validation_documents=3, max_prompt=110)
+    tasks = prepare(settings, load_tokenizer(tiny_model_dir))
+    dealt: list[str] = []
+    for rank in range(3):
+        module = TraceCollector(settings, tasks)
+        module._trainer = type("Ranks", (), {"global_rank": rank, "world_size": 3})()  # type: ignore[assignment]
+        mine = list(module.predict_dataloader())
+        shards = {task.shard for task in mine}
+        assert sum(task.shard in shards for task in tasks) == len(mine)
+        dealt += [task.document.id for task in mine]
+    assert sorted(dealt) == sorted(task.document.id for task in tasks)
