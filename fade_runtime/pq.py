@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from fade_runtime import hf
 from predictor.errors import FadeError
@@ -113,8 +114,11 @@ class PQCodebook:
 
     def decode(self, codes: Tensor) -> Tensor:
         """The centroids that codes [..., n_sub] stand for: [..., D] float32."""
-        part = torch.arange(self.width, device=codes.device)
-        return self.centroids[part, codes.long()].flatten(-2).float()
+        parts, size, sub_dim = self.centroids.shape
+        first = torch.arange(
+            0, parts * size, size, dtype=torch.int32, device=codes.device
+        )  # row of a part's first
+        return embedding(codes + first, self.centroids.view(-1, sub_dim)).flatten(-2).float()
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,32 @@ def test_with_everything_in_pq_attention_is_dense_attention_over_decoded_keys(
     assert float((ours - exact).abs().max()) > 0.01  # what is coded is not the same
 
 
+def test_with_a_centroid_for_each_token_nothing_is_lost(model: Any) -> None:
+    """So INT4 and PQ are read at the right places side by side: the mix is nearer to stock than INT4 alone."""
+    ids, length = _prompt(1, 100), 90
+    stock = DynamicCache(config=model.config)
+    _forward(model, ids[:, :length], stock)
+    layers = [
+        LayerCodebook(PQCodebook(_turned(model, layer.keys, -1)[0].half().flatten(0, 1)[None]),
+                      PQCodebook(layer.values[0].half().flatten(0, 1)[None]))
+        for layer in stock.layers
+    ]  # fmt: skip
+    exact = CodebookSet(layers, model_provenance(model))
+    step = ids[:, length : length + 1]
+    expected = _forward(model, step, stock)
+    errors = {}
+    for name, config in (
+        ("pq", _config(exact, int4_budget=0, low_budget=None)),
+        ("both", _config(exact, int4_budget=20, low_budget=None)),
+        ("int4", FadeConfig(n_sink=SINK, recent_window=WINDOW)),
+    ):
+        cache = create_tiered_cache(model, config)
+        _forward(model, ids[:, :length], cache)
+        errors[name] = float((_forward(model, step, cache) - expected).norm() / expected.norm())
+    assert errors["pq"] < 2e-3
+    assert errors["pq"] < errors["both"] < 0.9 * errors["int4"]
+
+
 @pytest.mark.parametrize("policy", ["position", "h2o", "ema"])
 def test_policies_fill_the_pq_tier(model: Any, book: CodebookSet, policy: str) -> None:
     cache = create_tiered_cache(model, _config(book, eviction_policy=policy))
