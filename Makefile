@@ -1,5 +1,7 @@
 # make demo    the whole job on a real language model: traces, predictors, registry, generation, evaluation
 # make test    all tests                            make check   ruff, mypy, the import contract
+# make learned a predictor from a hundred documents, like the one that comes with the package (TEXT=, HELD_OUT= for
+#              text of your own), and how much head budgets depend on their number; about half an hour
 # make clean   forget what the demo wrote           make constraints   after an upgrade whose tests pass
 #
 # The first target that needs .venv makes it; a second run installs nothing again.
@@ -7,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check clean constraints
+.PHONY: help install demo learned test check clean constraints
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 step = @printf '\n== %s\n' '$(1)'; SECONDS=0; $(2); printf '== done in %d s\n' $$SECONDS
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -50,6 +52,15 @@ demo: $(STAMP) $(MODEL)
 	$(call step,5/6 generate with the champion,$(RUN) pipelines.generate --config configs/generate_demo.yaml)
 	$(call step,6/6 evaluate every policy at equal budget,$(RUN) pipelines.evaluate --config configs/eval_demo.yaml)
 	@printf '\nReport: artefacts/eval/demo/report.md\n'
+
+learned: $(STAMP) $(MODEL)
+	$(call step,1/4 attention traces of a hundred documents,\
+		$(RUN) pipelines.collect_traces --config configs/collect_learned.yaml $(if $(TEXT),--text '$(TEXT)'))
+	$(call step,2/4 train the token MLP,$(BIN)/lightning fit --config configs/fit_learned.yaml)
+	$(call step,3/4 bundle; measure in the cache; register,\
+		$(RUN) pipelines.register --config configs/register_learned.yaml $(if $(HELD_OUT),--held_out '$(HELD_OUT)'))
+	$(call step,4/4 how many documents head budgets need,\
+		$(RUN) pipelines.study --traces artefacts/traces/learned --out artefacts/eval/learned/study.md)
 
 test: $(STAMP) $(MODEL)
 	$(RUN) pytest
