@@ -148,9 +148,10 @@ def attend(
 
 
 def _fits(packed: PackedTokens) -> bool:
-    """Whether vectors of 8 channels fit the head dim and its groups."""
+    """Whether values are as wide as keys, and vectors of 8 channels fit the head dim and its groups."""
     dim, groups = packed.key_scale.shape[1], packed.value_scale.shape[1]
-    return dim % 16 == 0 and dim // groups % 8 == 0
+    same = packed.value_codes.shape[1] * 8 == dim * packed.bits.value
+    return same and dim % 16 == 0 and dim // groups % 8 == 0
 
 
 def _dense(x: Tensor | None) -> Tensor | None:

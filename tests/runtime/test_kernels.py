@@ -227,3 +227,15 @@ def test_environment_asks_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
     pick_kernel.cache_clear()
     assert pick_kernel(CPU) is reference.attend
     pick_kernel.cache_clear()
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_values_of_another_width_than_keys_go_to_the_reference() -> None:
+    torch.manual_seed(3)
+    rows = torch.zeros(70, dtype=torch.long)
+    packed = pack_tokens(torch.randn(70, 64), torch.randn(70, 32), rows, torch.arange(70), None)
+    given = torch.randn(1, 3, 64), torch.randn(1, 5, 64), torch.randn(1, 5, 32), [Part(packed)], torch.ones(3)
+    ours, theirs = cpu.attend(*given), reference.attend(*given)
+    assert ours[0].shape == (1, 3, 32)
+    assert torch.equal(ours[0], theirs[0])
