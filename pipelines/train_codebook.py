@@ -32,6 +32,7 @@ def train_codebook(
     context: int = 1024,
     samples: int = 8192,
     sub_dim: int = 32,
+    value_sub_dim: int | None = None,
     num_centroids: int = 256,
     dtype: str = "float32",
     seed: int = 0,
@@ -42,7 +43,8 @@ def train_codebook(
     Reads documents with the model, takes keys (un-rotated) and values from its cache, and clusters them layer by
     layer. Prints how far decoded keys and values are from the true ones on documents that were held out.
 
-    A token then takes 2 x head dim / sub_dim bytes per kv head. Smaller sub_dim: more bytes, smaller error.
+    A token then takes head dim / sub_dim bytes per kv head for its key and as many for its value. Smaller parts:
+    more bytes, smaller error. Values gain more by it than keys.
     Use: FadeConfig(int4_budget=0.25, low_budget=None, low_tier="pq", codebook="artefacts/codebooks/NAME").
 
     Args:
@@ -54,6 +56,7 @@ def train_codebook(
         samples: keys and values of each layer that are clustered, drawn from all documents and kv heads; at least
             num_centroids. Memory: layers x samples x head dim x 8 bytes.
         sub_dim: channels coded by one byte; must divide the head dim.
+        value_sub_dim: the same for values; by default sub_dim.
         num_centroids: of each part, 2 to 256.
         dtype: of the model: float32, bfloat16 or float16.
         seed: of the draw and of the clustering.
@@ -90,11 +93,12 @@ def train_codebook(
         seen = [
             gather(lm, tokenizer, part, context, samples, seed, bar.update) for part in (train, validation)
         ]
+    sizes = (sub_dim, sub_dim if value_sub_dim is None else value_sub_dim)
     layers: list[LayerCodebook | None] = []
     errors = {}
     with tqdm(total=len(seen[0]), unit="layer", desc="Clustering", mininterval=1) as bar:
         for index, (vectors, others) in enumerate(zip(*seen)):
-            layers.append(None if vectors is None else cluster(vectors, sub_dim, num_centroids, seed))
+            layers.append(None if vectors is None else cluster(vectors, sizes, num_centroids, seed))
             if layers[-1] is not None:
                 errors[index] = layer_error(layers[-1], others)
             bar.update()
@@ -105,7 +109,8 @@ def train_codebook(
         "documents": documents,
         "context": context,
         "samples": min(samples, max(len(vectors[0]) for vectors in seen[0] if vectors is not None)),
-        "sub_dim": sub_dim,
+        "sub_dim": sizes[0],
+        "value_sub_dim": sizes[1],
         "num_centroids": num_centroids,
         "seed": seed,
         "held_out_error": {str(index): list(both) for index, both in errors.items()},
@@ -186,11 +191,11 @@ def read_cache(model: Any, rotary: Rotary | None, tokens: Tensor) -> list[Vector
     return found
 
 
-def cluster(vectors: Vectors, sub_dim: int, num_centroids: int, seed: int) -> LayerCodebook:
-    """Train the codebooks of one layer."""
+def cluster(vectors: Vectors, sizes: tuple[int, int], num_centroids: int, seed: int) -> LayerCodebook:
+    """Train the codebooks of one layer; ``sizes`` are the channels of a part of a key and of a value."""
     from fade_runtime.pq import LayerCodebook, PQCodebook
 
-    key, value = (PQCodebook.train(each, sub_dim, num_centroids, seed) for each in vectors)
+    key, value = (PQCodebook.train(each, size, num_centroids, seed) for each, size in zip(vectors, sizes))
     return LayerCodebook(key, value)
 
 

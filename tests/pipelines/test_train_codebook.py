@@ -67,6 +67,16 @@ def test_from_text_to_a_cache(run: Run, tiny_model_dir: Path, tmp_path: Path) ->
     assert cache.memory_report()["tokens"]["PQ"] == 2 * 2 * 30
 
 
+def test_values_may_have_smaller_parts(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("--value_sub_dim", 2, "--sub_dim", 8)
+    assert status == 0, err
+    assert [tuple(t.shape) for t in load_codebook(tmp_path / "book").tensors()] == [
+        (2, 32, 8),
+        (8, 32, 2),
+    ] * 2
+    assert "10 bytes a token" in out
+
+
 def test_the_same_seed_gives_the_same_codebooks(run: Run, tmp_path: Path) -> None:
     for out, seed in (("one", 0), ("two", 0), ("three", 1)):
         assert run("--seed", seed, out=out)[0] == 0
@@ -100,7 +110,7 @@ def test_layers_that_cannot_be_tiered_have_no_codebook(family: str, dims: list[i
     model = FAMILIES[family]()
     found = train_codebook.read_cache(model, find_rotary(model), torch.randint(250, (1, 60)))
     assert [0 if both is None else both[0].shape[1] for both in found] == dims
-    layers = [None if both is None else train_codebook.cluster(both, 8, 4, 0) for both in found]
+    layers = [None if both is None else train_codebook.cluster(both, (8, 8), 4, 0) for both in found]
     CodebookSet(layers, model_provenance(model)).check(model)
 
 
@@ -114,6 +124,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
     ("args", "says"),
     [
         (("--sub_dim", 5), "sub_dim 5 does not divide head dim 16"),
+        (("--value_sub_dim", 3), "sub_dim 3 does not divide head dim 16"),
         (("--num_centroids", 300), "num_centroids 300 is not between 2 and 256"),
         (("--samples", 10), "samples 10 is too small; use at least 32"),
         (("--documents", 0), "documents 0 is too small"),
