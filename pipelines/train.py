@@ -28,16 +28,16 @@ from predictor.module import MONITOR, PredictorModule
 from predictor.nets import ScoreNet
 from predictor.registry import quiet_mlflow, resolve_store
 
-CONFIG, LAYERS = "config.yaml", "layers.csv"
+CONFIG, LAYERS, HEADS = "config.yaml", "layers.csv", "heads.csv"
 
 
 @dataclass
 class Candidate:
-    """A network as it was after ``epoch`` epochs, with its numbers and its table by layer."""
+    """A network as it was after ``epoch`` epochs, with its numbers and its tables by layer and by head."""
 
     net: ScoreNet
     metrics: dict[str, float]
-    layers: list[dict[str, float]]
+    tables: dict[str, list[dict[str, float]]]
     epoch: int
 
 
@@ -61,7 +61,7 @@ class KeepBest(SaveConfigCallback):
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val/")
         }
-        self._keep(trainer, Candidate(pl_module.net, metrics, pl_module.layer_table, trainer.current_epoch + 1))
+        self._keep(trainer, Candidate(pl_module.net, metrics, _tables(pl_module), trainer.current_epoch + 1))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the untrained network, which is the closed form, as the first candidate: no epoch below it is kept."""
@@ -72,9 +72,8 @@ class KeepBest(SaveConfigCallback):
         assert isinstance(pl_module, PredictorModule)
         for batch in data.val_dataloader():
             pl_module.board.update(pl_module.net, trainer.strategy.batch_to_device(batch))
-        board = pl_module.board
-        self.untrained = Candidate(copy.deepcopy(pl_module.net), board.values(), board.by_layer(), epoch=0)
-        board.reset()
+        values = pl_module.read_board()
+        self.untrained = Candidate(copy.deepcopy(pl_module.net), values, _tables(pl_module), epoch=0)
         path = str(Path(best.dirpath) / f"{BEST}.ckpt")
         score = torch.tensor(self.untrained.metrics[MONITOR.removeprefix("val/")])
         best.best_k_models = {path: score}
@@ -94,17 +93,18 @@ class KeepBest(SaveConfigCallback):
             metrics=candidate.metrics,
             manifest={**trace_facts(traces), "epoch": candidate.epoch},
         )
-        for name, text in ((CONFIG, self._resolved()), (LAYERS, _csv(candidate.layers))):
+        tables = {name: _csv(rows) for name, rows in candidate.tables.items()}
+        for name, text in {CONFIG: self._resolved(), **tables}.items():
             with write_aside(folder / name) as aside:
                 aside.write_text(text, encoding="utf-8")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the untrained network if no epoch beat it; log the table of the best epoch."""
+        """Keep the untrained network if no epoch beat it; log the tables of the best epoch."""
         if self.untrained is not None:
             self._keep(trainer, self.untrained)
-        table = Path(self.config["output"]) / LAYERS
-        if trainer.is_global_zero and table.is_file():
-            self._log_text(trainer, LAYERS, table.read_text(encoding="utf-8"))
+        for table in (Path(self.config["output"]) / name for name in (LAYERS, HEADS)):
+            if trainer.is_global_zero and table.is_file():
+                self._log_text(trainer, table.name, table.read_text(encoding="utf-8"))
 
     def _resolved(self) -> str:
         return self.parser.dump(self.config, skip_none=False)
@@ -174,6 +174,10 @@ class FitCLI(LightningCLI):
             folder = Path(self._get(self.config_init, "output"))
             print(f"{MONITOR} {best.best_model_score:.4f} at the best epoch, kept in {folder}")
             print(f"next: python -m pipelines.register --checkpoint {folder} --name NAME")
+
+
+def _tables(module: PredictorModule) -> dict[str, list[dict[str, float]]]:
+    return {LAYERS: module.layer_table, HEADS: module.head_table}
 
 
 def _csv(rows: Sequence[dict[str, float]]) -> str:

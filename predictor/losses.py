@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from predictor.calibration import kl_divergence, masked_log_softmax, masked_share
 from predictor.features import FLOOR
-from predictor.metrics import kl_divergence, masked_log_softmax, masked_share
 
 TOP = 0.25  # share of the candidates that count as positive in the "bce" loss
 SHARES = (0.5, 0.25, 0.1)  # kept shares of the candidates in the "recovery" loss
@@ -77,10 +77,20 @@ def mse_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
     return error.square().sum() / mask.sum().clamp(min=1)
 
 
+def mse_share_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
+    """Squared error of the shares themselves, ``logits`` being their logarithm: the heaviest decide.
+
+    Source: AttentionPredictor (arXiv 2502.04077), section 4.2.
+    """
+    error = (logits.masked_fill(~mask, 0.0).exp() - mass) * mask
+    return error.square().sum() / mask.sum().clamp(min=1)
+
+
 LOSSES = {
     "recovery": recovery_loss,
     "listwise": listwise_loss,
     "kl": kl_loss,
     "bce": bce_loss,
     "mse": mse_loss,
+    "mse_share": mse_share_loss,
 }

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-MAX_LAYERS = 512  # rows of the per-layer sums; more than any model has
+from predictor.calibration import START, STEPS, best_temperature, temperatures, tempered_kl
+
+MAX_LAYERS, MAX_HEADS = 256, 256  # of the sums by layer and kv head; more than any model has
 
 
 def kept_counts(mask: Tensor, eligible: Tensor, budget: float) -> Tensor:
@@ -65,6 +67,53 @@ def recovery(
     return (kept / target.sum(-1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
 
 
+def middle_recovery(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, budget: float) -> Tensor:
+    """Share of the droppable tokens' mass that is kept: recovery without what every policy keeps anyway.
+
+    Returns:
+        [R] in [0, 1]; nan where no droppable token receives anything.
+
+    Example:
+        >>> yes, scores = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+        >>> middle = torch.tensor([[False, True, True, False]])
+        >>> middle_recovery(scores, torch.tensor([[0.5, 0.1, 0.3, 0.1]]), yes, middle, budget=0.75)
+        tensor([0.7500])
+    """
+    count, place = (
+        kept_counts(mask, eligible, budget)[:, None],
+        torch.arange(mask.shape[-1], device=mask.device),
+    )
+    ranked = (target * eligible).gather(-1, _order(scores, mask, eligible))
+    return (ranked * (place < count)).sum(-1) / ranked.sum(-1)
+
+
+def spearman(scores: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """Rank correlation of two rows over the masked-in places; ties share their mean rank.
+
+    Returns:
+        [R] in [-1, 1]; nan where either row is constant.
+
+    Source: Spearman 1904; as Pearson's correlation of ranks.
+
+    Example:
+        >>> yes = torch.ones(1, 3, dtype=torch.bool)
+        >>> spearman(torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[0.1, 0.3, 0.2]]), yes)
+        tensor([0.5000])
+    """
+    ranks = [_ranks(values, mask) for values in (scores, target)]
+    count = mask.sum(-1, keepdim=True)
+    x, y = ((rank - rank.sum(-1, keepdim=True) / count) * mask for rank in ranks)
+    return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+
+
+def _ranks(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean ranks, from 1, of the masked-in places among themselves; 0 elsewhere."""
+    values = values.float().masked_fill(~mask, torch.inf).contiguous()
+    ranked = values.sort(dim=-1).values
+    below, upto = (torch.searchsorted(ranked, values, right=right) for right in (False, True))
+    return (below + upto + 1) * mask / 2
+
+
 def gap_closed(recovered: float, heuristic: float, oracle: float) -> float:
     """How far a predictor goes from the best heuristic to the oracle at one budget; nan when there is no gap.
 
@@ -91,35 +140,6 @@ def topk_recall(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, 
     return (kept[0] & kept[1]).sum(-1) / kept[1].sum(-1)
 
 
-def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Log of a distribution over the masked-in places of the last axis; exactly 0 elsewhere."""
-    return logits.float().masked_fill(~mask, -torch.inf).log_softmax(-1).masked_fill(~mask, 0.0)
-
-
-def masked_share(mass: Tensor, mask: Tensor) -> Tensor:
-    """Non-negative mass over the masked-in places of the last axis, normalised to 1; zeros if none."""
-    mass = mass.float() * mask
-    return mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
-
-
-def kl_divergence(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
-    """KL(mass || softmax(logits)) over the masked-in places, in nats.
-
-    Args:
-        logits, mass, mask: [R, N].
-
-    Returns:
-        [R].
-
-    Example:
-        >>> p = torch.tensor([[0.25, 0.75]])
-        >>> float(kl_divergence(p.log(), p, torch.ones(1, 2, dtype=torch.bool)).abs().round(decimals=5))
-        0.0
-    """
-    share = masked_share(mass, mask)
-    return (torch.xlogy(share, share) - share * masked_log_softmax(logits, mask)).sum(-1)
-
-
 class Recovery(Metric):
     """Mean of :func:`recovery` over rows, in all and by layer.
 
@@ -142,14 +162,23 @@ class Recovery(Metric):
     def __init__(self, budgets: Sequence[float]) -> None:
         super().__init__()
         self.budgets = list(budgets)
-        self.add_state("total", torch.zeros(MAX_LAYERS, len(self.budgets)), dist_reduce_fx="sum")
-        self.add_state("rows", torch.zeros(MAX_LAYERS), dist_reduce_fx="sum")
+        places = MAX_LAYERS * MAX_HEADS
+        self.add_state("total", torch.zeros(places, len(self.budgets)), dist_reduce_fx="sum")
+        self.add_state("rows", torch.zeros(places), dist_reduce_fx="sum")
 
-    def update(self, scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, layer: Tensor) -> None:
-        """Add R rows; ``layer`` is [R]."""
-        layer = layer.long()
-        self.total.index_add_(0, layer, recovery(scores, target, mask, eligible, self.budgets))
-        self.rows.index_add_(0, layer, torch.ones_like(layer, dtype=torch.float32))
+    def update(
+        self,
+        scores: Tensor,
+        target: Tensor,
+        mask: Tensor,
+        eligible: Tensor,
+        layer: Tensor,
+        head: Tensor | None = None,
+    ) -> None:
+        """Add R rows; ``layer`` and ``head`` are [R], all of head 0 when not given."""
+        place = layer.long() * MAX_HEADS + (0 if head is None else head.long())
+        self.total.index_add_(0, place, recovery(scores, target, mask, eligible, self.budgets))
+        self.rows.index_add_(0, place, torch.ones_like(place, dtype=torch.float32))
 
     def compute(self) -> Tensor:
         """Return the mean at each budget, [len(budgets)]."""
@@ -157,7 +186,13 @@ class Recovery(Metric):
 
     def by_layer(self) -> dict[int, Tensor]:
         """Return the mean at each budget for each layer seen (of this process)."""
-        return {i: self.total[i] / self.rows[i] for i in self.rows.nonzero().flatten().tolist()}
+        total, rows = self.total.unflatten(0, (-1, MAX_HEADS)).sum(1), self.rows.view(-1, MAX_HEADS).sum(1)
+        return {i: total[i] / rows[i] for i in rows.nonzero().flatten().tolist()}
+
+    def by_head(self) -> dict[tuple[int, int], Tensor]:
+        """Return the mean at each budget for each (layer, kv head) seen (of this process)."""
+        places = self.rows.nonzero().flatten().tolist()
+        return {divmod(i, MAX_HEADS): self.total[i] / self.rows[i] for i in places}
 
 
 class RowMean(Metric):
@@ -195,3 +230,76 @@ class RowMean(Metric):
     def compute(self) -> Tensor:
         """Return the mean."""
         return self.total / self.rows
+
+
+class RowQuantile(Metric):
+    """A quantile over rows of one of the functions above: how bad the worst of them are.
+
+    Args:
+        function: takes tensors, returns [R] or [R, 1].
+        q: of the quantile.
+        **options: further arguments of the function.
+
+    Example:
+        >>> worst = RowQuantile(lambda values: values, q=0.25)
+        >>> worst.update(torch.tensor([0.5, 0.9, 0.1, 0.7, 0.8]))
+        >>> worst.compute()
+        tensor(0.5000)
+    """
+
+    full_state_update = False
+    values: list[Tensor]
+
+    def __init__(self, function: Callable[..., Tensor], q: float, **options: Any) -> None:
+        super().__init__()
+        self.function, self.q, self.options = function, q, options
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, *tensors: Tensor) -> None:
+        """Add R rows."""
+        self.values.append(self.function(*tensors, **self.options).flatten())
+
+    def compute(self) -> Tensor:
+        """Return the quantile, interpolated between rows."""
+        values = torch.cat(list(self.values)) if isinstance(self.values, list) else self.values
+        ranked, place = values.sort().values, self.q * (len(values) - 1)
+        low = int(place)
+        high = min(low + 1, len(values) - 1)
+        return torch.lerp(ranked[low], ranked[high], place - low)
+
+
+class Calibration(Metric):
+    """The one temperature with the lowest mean KL from the true attention, over any number of batches and processes.
+
+    It keeps a mean for each of a row of temperatures and puts a parabola through the lowest three, so memory does
+    not grow with the data.
+
+    Source: Guo et al. 2017, On Calibration of Modern Neural Networks (arXiv 1706.04599), section 4.2.
+
+    Example:
+        >>> metric, logits = Calibration(), torch.randn(64, 20)
+        >>> metric.update(logits, (logits / 2).softmax(-1), torch.ones(64, 20, dtype=torch.bool))
+        >>> metric.compute().round(decimals=2).abs()
+        tensor([2., 0.])
+    """
+
+    full_state_update = False
+    total: Tensor
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(STEPS, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, mass: Tensor, mask: Tensor) -> None:
+        """Add R rows."""
+        kl = tempered_kl(logits, mass, mask, temperatures().to(logits.device))
+        self.total += kl.double().nansum(0)
+        self.rows += kl[:, 0].isfinite().sum()
+
+    def compute(self) -> Tensor:
+        """Return the temperature, within [1 / WIDEST, WIDEST], and the mean KL there; START and nan without rows."""
+        if self.rows == 0:
+            return torch.tensor([START, float("nan")])
+        return torch.tensor(best_temperature((self.total / self.rows).cpu()))

@@ -111,7 +111,7 @@ def runs(client, name):
 
 
 def test_fit_leaves_the_best_epoch(fitted, traces):
-    assert {p.name for p in fitted.iterdir()} == {"best", "best.ckpt", "config.yaml", "layers.csv"}
+    assert {p.name for p in fitted.iterdir()} == {"best", "best.ckpt", "config.yaml", "layers.csv", "heads.csv"}
     predictor = load_bundle(fitted / "best")
     assert predictor.spec == SPEC
     assert predictor.provenance == Traces(traces).provenance
@@ -119,6 +119,10 @@ def test_fit_leaves_the_best_epoch(fitted, traces):
     assert predictor.metrics["recovery_at_0.5"] > predictor.metrics["heuristic/ema_ea/recovery_at_0.5"]
     table = list(csv.DictReader((fitted / "layers.csv").open()))
     assert float(table[0]["oracle"]) >= float(table[0]["net"])
+    heads = list(csv.DictReader((fitted / "heads.csv").open()))
+    assert [(row["layer"], row["head"]) for row in heads] == [("0", "0"), ("0", "1")]
+    mean = sum(float(row["net"]) for row in heads) / 2
+    assert float(table[0]["net"]) == pytest.approx(mean, abs=1e-4)
 
 
 def test_fit_is_tracked(fitted, store):

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
+from scipy.stats import spearmanr
 
+from predictor.calibration import kl_divergence
 from predictor.metrics import (
     Recovery,
     RowMean,
+    RowQuantile,
     gap_closed,
     kept_counts,
-    kl_divergence,
+    middle_recovery,
     recovery,
+    spearman,
     topk_recall,
 )
 
@@ -128,3 +133,49 @@ def test_row_mean_leaves_nan_out():
     metric.update(torch.tensor([1.0, float("nan")]))
     metric.update(torch.tensor([2.0]))
     assert metric.compute() == 1.5
+
+
+@given(seeds, st.lists(lengths, min_size=1, max_size=4), budgets)
+def test_middle_recovery_counts_what_could_be_dropped(seed, sizes, budget):
+    scores, target, mask, eligible = make_rows(seed, sizes)
+    got = middle_recovery(scores, target, mask, eligible, budget)
+    for i in range(len(sizes)):
+        free = {j for j in range(len(mask[i])) if eligible[i, j]}
+        total = sum(float(target[i, j]) for j in free)
+        if not total:
+            assert got[i].isnan()
+            continue
+        kept = kept_by_hand(scores[i], mask[i], eligible[i], budget) & free
+        assert got[i] == pytest.approx(sum(float(target[i, j]) for j in kept) / total, abs=1e-5)
+
+
+@given(seeds, st.lists(lengths, min_size=1, max_size=4))
+def test_spearman_agrees_with_scipy_ties_included(seed, sizes):
+    scores, target, _, eligible = make_rows(seed, sizes)
+    scores, target = (scores * 2).round(), (target * 5).round()
+    got = spearman(scores, target, eligible)
+    for i in range(len(sizes)):
+        x, y = (values[i][eligible[i]].numpy() for values in (scores, target))
+        if len({*x.tolist()}) > 1 and len({*y.tolist()}) > 1:
+            assert got[i] == pytest.approx(spearmanr(x, y).statistic, abs=1e-5)
+        else:
+            assert not got[i].isfinite()
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30), st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+def test_row_quantile_in_parts_is_the_quantile_of_the_whole(values, q):
+    metric = RowQuantile(lambda rows: rows, q)
+    for part in torch.tensor(values).split(7):
+        metric.update(part)
+    assert metric.compute().item() == pytest.approx(np.quantile(values, q), abs=1e-6)
+
+
+def test_by_head_and_by_layer_are_means_of_the_same_rows():
+    rows = make_rows(3, [20, 31, 40, 9])
+    metric = Recovery([0.5])
+    metric.update(*rows, torch.tensor([0, 0, 0, 2]), torch.tensor([1, 1, 0, 1]))
+    each = recovery(*rows, [0.5])
+    heads = metric.by_head()
+    assert sorted(heads) == [(0, 0), (0, 1), (2, 1)]
+    torch.testing.assert_close(heads[0, 1], each[:2].mean(0))
+    torch.testing.assert_close(metric.by_layer()[0], each[:3].mean(0))

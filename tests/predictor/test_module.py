@@ -14,11 +14,21 @@ from torch.utils.data import DataLoader
 
 from predictor.errors import FadeError
 from predictor.features import FEATURES
-from predictor.losses import LOSSES, SHARES, WIDTH, bce_loss, kl_loss, listwise_loss, mse_loss, recovery_loss
+from predictor.losses import (
+    LOSSES,
+    SHARES,
+    WIDTH,
+    bce_loss,
+    kl_loss,
+    listwise_loss,
+    mse_loss,
+    mse_share_loss,
+    recovery_loss,
+)
 from predictor.metrics import recovery
 from predictor.module import MONITOR, PredictorModule
 from predictor.nets import BlockCNN, TokenMLP
-from predictor.scoreboard import BUDGETS, HEURISTICS, Scoreboard, block_targets, token_scores
+from predictor.scoreboard import BUDGETS, HEURISTICS, Scoreboard, block_targets, target_mass, token_scores
 
 
 def fit(module, batches, epochs=1, **options):
@@ -81,6 +91,17 @@ def test_mse_ignores_the_scale_of_a_forecast(rows):
     free = [(logits - mass.log())[i][mask[i]].double().numpy() for i in range(3)]
     expected = sum(((x - x.mean()) ** 2).sum() for x in free) / sum(map(len, free))
     assert mse_loss(logits, mass, mask).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_mse_share_is_the_squared_error_of_shares(rows):
+    logits, mass, mask = rows
+    each = [
+        (float(logits[i, j].exp()) - float(mass[i, j])) ** 2
+        for i in range(3)
+        for j in range(12)
+        if mask[i, j]
+    ]
+    assert mse_share_loss(logits, mass, mask).item() == pytest.approx(np.mean(each), rel=1e-5)
 
 
 def test_recovery_loss_is_the_lost_share_when_the_edge_is_sharp(rows):
@@ -161,6 +182,54 @@ def test_block_targets_are_the_mean_future_mass_of_prompt_blocks(make_batch, spe
                 )
     first, _ = block_targets(batch, 1)
     torch.testing.assert_close(first, batch["future_mean"][:, 0, : mass.shape[1]] * batch["block_size"])
+
+
+def test_blend_is_half_of_each_as_shares(make_batch):
+    batch = make_batch([111, 163])
+    for i, eligible in enumerate(batch["eligible"]):
+        sums, peaks = (batch[name][i][eligible] for name in ("target_sum", "target_max"))
+        expected = (sums / sums.sum() + peaks / peaks.sum()) / 2
+        torch.testing.assert_close(target_mass(batch, "blend")[i][eligible], expected)
+        torch.testing.assert_close(target_mass(batch, "max")[i][eligible], peaks / peaks.sum())
+    peak, mask = block_targets(batch, 5, "max")
+    future = batch["future_mean"][:, :5, : peak.shape[1]] * batch["block_size"][:, None]
+    highest, mean = future.amax(1) * mask, future.mean(1) * mask
+    torch.testing.assert_close(peak, highest / highest.sum(-1, keepdim=True))
+    blend, _ = block_targets(batch, 5, "blend")
+    torch.testing.assert_close(blend, (peak + mean / mean.sum(-1, keepdim=True)) / 2)
+    with pytest.raises(FadeError, match="'median'.*sum, max, blend"):
+        target_mass(batch, "median")
+
+
+def test_board_names_the_worst_the_middle_the_ranks_and_each_head(make_batch):
+    """An oracle for a network: nothing is better; its opposite: nothing is worse."""
+
+    class Oracle(TokenMLP):
+        def __init__(self, sign):
+            super().__init__()
+            self.sign = sign
+
+    batch, values = make_batch([400, 420]), {}
+    for sign in (1, -1):
+        board, net = Scoreboard(), Oracle(sign)
+        net.score = lambda features, sign=sign: sign * features.tokens[..., 0]
+        batch["target_sum"] = batch["tokens"][..., 0].exp() * batch["mask"]
+        board.update(net, batch)
+        values[sign] = board.values()
+        assert [(row["layer"], row["head"]) for row in board.by_head()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    best, worst = values[1], values[-1]
+    assert best["spearman"] == pytest.approx(1, abs=1e-4)
+    assert worst["spearman"] == pytest.approx(-1, abs=1e-4)
+    assert best["topk_recall_at_0.25"] == 1
+    for name in ("middle_recovery_at_0.25", "worst_percentile_recovery_at_0.25"):
+        assert best[name] > worst[name]
+    assert best["worst_percentile_recovery_at_0.25"] <= best["recovery_at_0.25"]
+    assert best["middle_recovery_at_0.25"] < best["recovery_at_0.25"]
+
+
+def test_a_network_above_a_million_parameters_is_refused():
+    with pytest.raises(FadeError, match="TokenMLP has .* parameters, a predictor at most 1,000,000"):
+        PredictorModule(TokenMLP(hidden=1000))
 
 
 def test_board_agrees_with_the_functions(make_batch):

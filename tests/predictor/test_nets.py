@@ -72,7 +72,7 @@ def test_cnn_sees_history_the_average_does_not():
 
 @pytest.mark.parametrize("kind", sorted(NETS))
 def test_padding_never_changes_a_score(make_batch, kind):
-    net = randomised(NETS[kind](**({"window": 8} if kind == "cnn" else {})))
+    net = randomised(NETS[kind](**({"window": 8} if kind.startswith("cnn") else {})))
     alone, mixed = make_batch([111]), make_batch([111, 163])
     ours, theirs = token_scores(net, alone), token_scores(net, mixed)
     torch.testing.assert_close(theirs[:2, :111], ours, atol=1e-5, rtol=1e-5)
@@ -89,8 +89,13 @@ def test_cnn_forward_on_padded_rows_equals_forward_alone(make_batch):
 
 @pytest.mark.parametrize("kind", sorted(NETS))
 def test_config_rebuilds_the_network(make_batch, kind):
-    options = {"mlp": {"hidden": 12, "depth": 1}, "cnn": {"window": 8, "channels": (3, 5)}}[kind]
-    net = randomised(NETS[kind](**options))
+    options = {
+        "mlp": {"hidden": 12, "depth": 1},
+        "cnn": {"window": 8, "channels": (3, 5)},
+        "cnn_published": {"window": 8, "channels": (3, 5)},
+        "ema_bank": {"decays": (0.0, 0.9), "base": 0.9, "hidden": 7},
+    }
+    net = randomised(NETS[kind](**options[kind]))
     again = build_net(kind, net.config())
     again.load_state_dict(net.state_dict())
     batch = make_batch([111])
@@ -105,7 +110,7 @@ def test_scores_that_are_not_numbers_are_refused(make_batch):
 
 
 def test_unknown_kind_and_argument_are_named():
-    with pytest.raises(FadeError, match="'gnn'.*cnn, mlp"):
+    with pytest.raises(FadeError, match="'gnn'.*cnn, cnn_published, ema_bank, mlp"):
         build_net("gnn", {})
     with pytest.raises(FadeError, match="width"):
         build_net("mlp", {"width": 3})

@@ -1,0 +1,142 @@
+"""What every network has in common, and what those that forecast blocks from attention history have besides.
+
+Shapes: R rows (one document, layer, kv head each), S tokens, W history steps, N blocks, P places in a timeline.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from predictor.errors import FadeError
+from predictor.features import FEATURES, FeatureSpec, PrefillFeatures, block_sizes
+
+LEAST = 1e-3  # spread of a feature that counts as none
+MOST_PARAMETERS = 1_000_000  # of a predictor: scoring must stay far below the cost of a decode step
+LOG_EMA, LOG_EA = FEATURES.index("log_ema"), FEATURES.index("log_ea")
+
+
+class ScoreNet(nn.Module, ABC):
+    """What every network has: a kind, a level, the arguments that rebuild it, and a score per token.
+
+    Attributes:
+        kind: name in bundles and in ``predictor.nets.NETS``.
+        level: what ``forward`` ranks, tokens or blocks; it decides which columns of the traces it trains on.
+    """
+
+    kind: ClassVar[str]
+    level: ClassVar[str]
+    shift: Tensor
+    scale: Tensor
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Return the JSON-able arguments that rebuild this network."""
+
+    @abstractmethod
+    def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        """Set the input scaling from a batch of traces."""
+
+    @abstractmethod
+    def score(self, features: PrefillFeatures) -> Tensor:
+        """Return log importance [H, S] of one layer's tokens, higher = keep."""
+
+    def check_spec(self, spec: FeatureSpec) -> None:
+        """Refuse a feature spec that this network was not built for.
+
+        Raises:
+            FadeError: names the setting that differs.
+        """
+        for name in ("window", "block", "ema_decay"):
+            mine, theirs = getattr(self, name, None), getattr(spec, name)
+            if mine is not None and mine != theirs:
+                raise FadeError(f"{type(self).__name__} has {name}={mine}, the traces have {name}={theirs}")
+
+    def _standardise(self, values: Tensor) -> None:
+        """Set the input ``shift`` and ``scale`` from samples [M, C]."""
+        self.shift.copy_(values.mean(0))
+        self.scale.copy_(values.std(0).clamp(min=LEAST))
+
+
+def check_size(net: nn.Module) -> None:
+    """Refuse a network that is too large to run beside a language model.
+
+    Raises:
+        FadeError: more than a million parameters.
+
+    Example:
+        >>> check_size(nn.Linear(8, 8))
+    """
+    count = sum(parameter.numel() for parameter in net.parameters())
+    if count > MOST_PARAMETERS:
+        raise FadeError(
+            f"{type(net).__name__} has {count:,} parameters, a predictor at most {MOST_PARAMETERS:,}; "
+            "make it narrower or shallower"
+        )
+
+
+class BlockNet(ScoreNet):
+    """A network that forecasts how much attention each block of tokens gets next, from its past rows.
+
+    Attributes:
+        window: history steps W that it looks back.
+        block: tokens in a block.
+        temperature: divides the forecast before it is read as a distribution; fitted on validation documents
+            (:mod:`predictor.calibration`), 1.1 until then.
+    """
+
+    level = "block"
+    window: int
+    block: int
+    temperature: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(1.1))
+
+    @abstractmethod
+    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Forecast the log of each block's mass.
+
+        Args:
+            history: [R, W, N] attention mass of each block at each step (mean times tokens), newest last.
+            mask: [R, N], False where a row is padded; padding never changes what the real blocks get.
+
+        Returns:
+            [R, N], unnormalised.
+        """
+
+    def forecasts(self, timeline: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+        """Forecast several steps of a decode, each from the rows before it.
+
+        Args:
+            timeline: [R, L, N] attention mass of each block at each step. at: [P] steps to forecast, at least W.
+            mask: [R, P, N] blocks that exist at each step.
+
+        Returns:
+            [R, P, N] log mass, unnormalised.
+        """
+        windows = timeline.unfold(1, self.window, 1)[:, at - self.window].transpose(-1, -2)  # [R, P, W, N]
+        out = self(windows.flatten(0, 1), mask.flatten(0, 1))
+        return out.unflatten(0, mask.shape[:2])
+
+    def log_share(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the calibrated log of each block's share of the next attention, [R, N]; -inf on padding."""
+        logits = self(history, mask) / self.temperature
+        return (logits if mask is None else logits.masked_fill(~mask, -math.inf)).log_softmax(-1)
+
+    def score(self, features: PrefillFeatures) -> Tensor:
+        """Spread each block's forecast over its tokens, by their share of the moving average."""
+        slots = features.tokens.shape[1]
+        sizes = block_sizes(slots, self.block).to(features.history_mean)
+        forecast = self(features.history_mean * sizes)  # [H, N]
+        log_ema = features.tokens[..., LOG_EMA]
+        inside = pad(log_ema, (0, -slots % self.block), value=-math.inf).unflatten(-1, (-1, self.block))
+        spread = (inside - inside.logsumexp(-1, keepdim=True)) + forecast[..., None]
+        return spread.flatten(-2)[..., :slots]

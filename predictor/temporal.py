@@ -1,0 +1,262 @@
+"""Networks that forecast the next attention over blocks from its history.
+
+Shapes: R rows (one document, layer, kv head each), W history steps, N blocks, L steps of a timeline, P of them to
+forecast, K moving averages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu, softplus
+
+from predictor import scores
+from predictor.errors import FadeError
+from predictor.features import FLOOR
+from predictor.scorenet import LEAST, BlockNet
+
+FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
+DECAYS = (0.0, 0.5, 0.7, 0.85, 0.95, 0.99)
+
+
+def block_mass(batch: Mapping[str, Tensor]) -> Tensor:
+    """Attention mass of each prompt block at each history step, [R, W, N]."""
+    return batch["history_mean"] * batch["block_size"][:, None]
+
+
+class BlockCNN(BlockNet):
+    """Convolutions over attention history as a two-dimensional time series, one forecast per block of tokens.
+
+    The published stack (3x3, 3x3, mean over time, 1x1), as a residual on the log of the moving average of each
+    block's mass. It sees three planes: the log of the mass, the same against the moving average, and the time, which
+    the mean would otherwise forget. A block's forecast is spread over its tokens by their share of the average.
+
+    Args:
+        window: history steps W.
+        channels: of the two 3x3 convolutions.
+        block: tokens in a block.
+        ema_decay: of the moving average.
+
+    Source: AttentionPredictor (arXiv 2502.04077), section 4.2, figure 4.
+
+    Example:
+        >>> net = BlockCNN(window=4)
+        >>> history = torch.rand(3, 4, 6)
+        >>> torch.allclose(net(history), scores.ema(history).log())  # untrained, it is the moving average
+        True
+    """
+
+    kind = "cnn"
+
+    def __init__(
+        self, window: int = 64, channels: tuple[int, int] = (16, 32), block: int = 16, ema_decay: float = 0.95
+    ) -> None:
+        super().__init__()
+        self.window, self.channels, self.block, self.ema_decay = window, tuple(channels), block, ema_decay
+        self.first = nn.Conv2d(3, channels[0], 3, padding=1)
+        self.second = nn.Conv2d(channels[0], channels[1], 3, padding=1)
+        self.head = nn.Conv1d(channels[1], 1, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
+        self.register_buffer("shift", torch.zeros(1))
+        self.register_buffer("scale", torch.ones(1))
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "window": self.window,
+            "channels": list(self.channels),
+            "block": self.block,
+            "ema_decay": self.ema_decay,
+        }
+
+    @torch.no_grad()
+    def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        log = block_mass(batch).clamp(min=FAINT).log()
+        self._standardise(log.transpose(1, 2)[batch["block_mask"]].reshape(-1, 1))
+
+    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+        real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
+        real = real[:, None, None]  # [R, 1, 1, N]
+        base = scores.ema(history, self.ema_decay).clamp(min=FLOOR).log()  # [R, N]
+        log = history.clamp(min=FAINT).log()
+        time = torch.linspace(-1, 1, history.shape[1], device=log.device)[:, None].expand_as(log)
+        against = log - base.clamp(min=math.log(FAINT))[:, None]
+        image = torch.stack(((log - self.shift) / self.scale, against, time), dim=1) * real  # [R, 3, W, N]
+        image = torch.relu(self.first(image)) * real
+        pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
+        return base + self.head(pooled).squeeze(1)
+
+
+class PublishedCNN(BlockNet):
+    """AttentionPredictor's network as published: shares in, shares out, no residual; train it with ``mse_share``.
+
+    It stands beside :class:`BlockCNN` for comparison. A softplus keeps its forecast positive, so that it has a
+    logarithm.
+
+    Args:
+        window: history steps W.
+        channels: of the two 3x3 convolutions.
+        block: tokens in a block.
+
+    Source: AttentionPredictor (arXiv 2502.04077), section 4.2, figure 4.
+
+    Example:
+        >>> PublishedCNN()(torch.rand(3, 64, 6)).shape
+        torch.Size([3, 6])
+    """
+
+    kind = "cnn_published"
+
+    def __init__(self, window: int = 64, channels: tuple[int, int] = (16, 32), block: int = 16) -> None:
+        super().__init__()
+        self.window, self.channels, self.block = window, tuple(channels), block
+        self.first = nn.Conv2d(1, channels[0], 3, padding=1)
+        self.second = nn.Conv2d(channels[0], channels[1], 3, padding=1)
+        self.head = nn.Conv1d(channels[1], 1, 1)
+
+    def config(self) -> dict[str, Any]:
+        return {"window": self.window, "channels": list(self.channels), "block": self.block}
+
+    def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        """Shares need no scaling."""
+
+    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+        real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
+        real = real[:, None, None]  # [R, 1, 1, N]
+        image = torch.relu(self.first(history[:, None] * real)) * real
+        pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
+        return softplus(self.head(pooled).squeeze(1)).clamp(min=FLOOR).log()
+
+
+def average_weights(at: Tensor, steps: int, decays: Sequence[float]) -> Tensor:
+    """Weights of moving averages over the rows before each place in a timeline.
+
+    Args:
+        at: [P] places; the average at place p covers rows 0 .. p - 1, of which the newest weighs most.
+        steps: rows L in the timeline.
+        decays: of the K averages; 0 is the newest row alone.
+
+    Returns:
+        [P, K, L]; each average's weights sum to 1.
+
+    Example:
+        >>> average_weights(torch.tensor([1, 2]), steps=3, decays=[0.5])
+        tensor([[[1.0000, 0.0000, 0.0000]],
+        <BLANKLINE>
+                [[0.3333, 0.6667, 0.0000]]])
+    """
+    age = at[:, None] - 1 - torch.arange(steps, device=at.device)  # [P, L]
+    decay = torch.tensor(decays, dtype=torch.float32, device=at.device)[:, None]
+    weights = (decay ** age.clamp(min=0)[:, None]) * (age >= 0)[:, None]
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def advance(bank: Tensor, row: Tensor, seen: int, decays: Sequence[float]) -> Tensor:
+    """Bring moving averages up to date with one more row: all that a decode step has to keep and to do.
+
+    Args:
+        bank: [..., K, N] averages over ``seen`` rows. row: [..., N'] mass of each block now, N' >= N.
+        seen: rows averaged so far. decays: of the K averages, all below 1.
+
+    Returns:
+        [..., K, N'].
+
+    Example:
+        >>> rows = torch.rand(5, 3)
+        >>> whole = average_weights(torch.tensor([4, 5]), 5, DECAYS) @ rows
+        >>> torch.allclose(advance(whole[0], rows[4], seen=4, decays=DECAYS), whole[1])
+        True
+    """
+    count = [(1 - decay ** (seen + 1)) / (1 - decay) for decay in decays]  # rows, each by its weight
+    pace = 1 / torch.tensor(count, device=bank.device)[:, None]
+    bank = pad(bank, (0, row.shape[-1] - bank.shape[-1]))
+    return bank + (row[..., None, :] - bank) * pace
+
+
+class EmaBank(BlockNet):
+    """Convolutions along the blocks over a bank of moving averages; a residual on the best one of them.
+
+    It keeps no history: :func:`advance` updates the bank with each row, and :meth:`forecast` reads it, so that it can
+    re-select blocks while decoding. It sees each average against the base, the base itself, the base relative to the
+    row's mean and spread, and the block's age.
+
+    Args:
+        decays: of the averages.
+        base: the decay, one of ``decays``, whose average the untrained network is.
+        hidden: channels.
+        block: tokens in a block.
+
+    Example:
+        >>> net, history = EmaBank(base=0.95), torch.rand(3, 64, 6)
+        >>> torch.allclose(net(history), scores.ema(history).log(), atol=1e-4)  # untrained, it is one average
+        True
+    """
+
+    kind = "ema_bank"
+
+    def __init__(
+        self, decays: Sequence[float] = DECAYS, base: float = 0.7, hidden: int = 40, block: int = 16
+    ) -> None:
+        super().__init__()
+        self.decays, self.base, self.hidden, self.block = tuple(decays), base, hidden, block
+        if base not in self.decays:
+            raise FadeError(f"base {base} is not one of the decays {list(self.decays)}; add it to them")
+        self.index = self.decays.index(base)
+        inputs = len(self.decays) + 4
+        self.first = nn.Conv1d(inputs, hidden, 3, padding=1)
+        self.second = nn.Conv1d(hidden, hidden, 3, padding=1)
+        self.head = nn.Conv1d(hidden, 1, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
+        self.register_buffer("shift", torch.zeros(inputs))
+        self.register_buffer("scale", torch.ones(inputs))
+
+    def config(self) -> dict[str, Any]:
+        return {"decays": list(self.decays), "base": self.base, "hidden": self.hidden, "block": self.block}
+
+    @torch.no_grad()
+    def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        history, mask = block_mass(batch), batch["block_mask"]
+        inputs = self._inputs(self.bank(history), mask)
+        self._standardise(inputs.transpose(1, 2)[mask])
+
+    def bank(self, history: Tensor) -> Tensor:
+        """Return the averages [..., K, N] over all rows of a history [..., L, N]."""
+        steps = history.shape[-2]
+        weights = average_weights(torch.tensor([steps], device=history.device), steps, self.decays)
+        return weights[0] @ history
+
+    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.forecast(self.bank(history), mask)
+
+    def forecasts(self, timeline: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+        weights = average_weights(at, timeline.shape[1], self.decays)
+        banks = torch.einsum("pkl,rln->rpkn", weights, timeline)
+        return self.forecast(banks.flatten(0, 1), mask.flatten(0, 1)).unflatten(0, mask.shape[:2])
+
+    def forecast(self, bank: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Forecast the log of each block's mass, [R, N], from the averages [R, K, N]."""
+        mask = torch.ones_like(bank[:, 0], dtype=torch.bool) if mask is None else mask
+        real = mask[:, None].to(bank)
+        inputs = (self._inputs(bank, mask) - self.shift[:, None]) / self.scale[:, None] * real
+        hidden = silu(self.first(inputs)) * real
+        hidden = silu(self.second(hidden)) * real
+        return bank[:, self.index].clamp(min=FLOOR).log() + self.head(hidden).squeeze(1)
+
+    def _inputs(self, bank: Tensor, mask: Tensor) -> Tensor:
+        """What the convolutions see, [R, C, N]."""
+        real = mask[:, None].to(bank)
+        count = real.sum(-1, keepdim=True).clamp(min=1)
+        log = (bank + FAINT).log()
+        base = log[:, self.index : self.index + 1]
+        mean = (base * real).sum(-1, keepdim=True) / count
+        spread = (((base - mean) * real).square().sum(-1, keepdim=True) / count).sqrt()
+        place = torch.arange(mask.shape[-1], device=bank.device)
+        age = (count - 1 - place).clamp(min=0).log1p()  # blocks since
+        against = torch.cat((log[:, : self.index], log[:, self.index + 1 :]), dim=1) - base
+        row = torch.cat((mean, spread), dim=1).expand(-1, -1, mask.shape[-1])
+        return torch.cat((against, base, (base - mean) / (spread + LEAST), age, row), dim=1)
