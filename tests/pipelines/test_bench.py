@@ -26,28 +26,38 @@ def test_decode_prints_ratios_and_adds_rows(tiny_model_dir: Path, tmp_path: Path
     told = capsys.readouterr().out
     assert told.count("1.00x") >= 4
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 2 * 2 * 4
-    first = {row["method"]: row for row in rows[:4]}
-    assert list(first) == ["stock", "static", "int4", "int4+statistics"]
-    assert first["stock"]["bytes"] == 2 * 2 * 2 * 16 * 4 * (200 + 4)  # k and v, layers, kv heads, dim, float32
-    assert first["int4"]["bytes"] < first["int4+statistics"]["bytes"] < first["stock"]["bytes"] / 1.9
+    assert len(rows) == 2 * 2 * 5
+    first = {row["method"]: row for row in rows[:5]}
+    assert list(first) == ["stock", "static", "int4", "int4+statistics", "k4v2"]
+    assert first["static"]["of_static"] == first["stock"]["of_stock"] == 1
+    assert first["int4"]["of_static"] == pytest.approx(first["static"]["ms"] / first["int4"]["ms"])
+    assert first["stock"]["bytes"] == 2 * 2 * 2 * 16 * 4 * (
+        200 + 4
+    )  # k and v, layers, kv heads, dim, float32
+    assert (
+        first["k4v2"]["bytes"]
+        < first["int4"]["bytes"]
+        < first["int4+statistics"]["bytes"]
+        < first["stock"]["bytes"] / 1.9
+    )
     assert all(row["ms"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("method", ["static", "k4v2"])
 def test_times_of_caches_that_disagree_are_not_shown(
-    tiny_model_dir: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    method: str, tiny_model_dir: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = bench._filled
 
     def spoiled(*given: Any) -> Any:
-        caches = filled(*given)
-        caches["static"].layers[0].values.mul_(2)
-        return caches
+        caches, twin = filled(*given)
+        (caches[method] if method == "static" else twin).layers[0].values.mul_(2)
+        return caches, twin
 
     monkeypatch.setattr(bench, "_filled", spoiled)
     assert bench.main(["decode", "--model", str(tiny_model_dir), "--contexts", "[100]", "--steps", "1"]) == 2
     told = capsys.readouterr()
-    assert "logits of static are" in told.err
+    assert f"logits of {method} are" in told.err
     assert "ms/step" not in told.out
 
 
