@@ -66,10 +66,7 @@ class PQCodebook:
         from sklearn.cluster import KMeans  # type: ignore[import-untyped]
 
         count, dim = vectors.shape
-        if sub_dim < 1 or dim % sub_dim:
-            raise FadeError(f"sub_dim {sub_dim} does not divide head dim {dim}; use one of {_divisors(dim)}")
-        if not 2 <= num_centroids <= 256:
-            raise FadeError(f"num_centroids {num_centroids} is not between 2 and 256; a code is one byte")
+        check_sizes(dim, sub_dim, num_centroids)
         if count < num_centroids:
             raise FadeError(
                 f"{count} vectors are too few for num_centroids {num_centroids}; give more text, or lower it"
@@ -379,5 +376,14 @@ def _other_dim(what: str, made: int, here: int) -> str:
     return f"{what} is for head dim {made}, the model has {here}; {REMEDY}"
 
 
-def _divisors(dim: int) -> str:
-    return ", ".join(str(size) for size in range(1, dim + 1) if dim % size == 0)
+def check_sizes(dim: int, sub_dim: int, num_centroids: int) -> None:
+    """Refuse sizes that vectors of a head dim cannot be coded with.
+
+    Raises:
+        FadeError: names the size.
+    """
+    if sub_dim < 1 or dim % sub_dim:
+        divisors = ", ".join(str(size) for size in range(1, dim + 1) if dim % size == 0)
+        raise FadeError(f"sub_dim {sub_dim} does not divide head dim {dim}; use one of {divisors}")
+    if not 2 <= num_centroids <= 256:
+        raise FadeError(f"num_centroids {num_centroids} is not between 2 and 256; a code is one byte")

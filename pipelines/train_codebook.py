@@ -79,7 +79,8 @@ def train_codebook(
     from predictor.provenance import model_provenance
 
     lm, tokenizer = load_lm(model, dtype)
-    _check_context(lm, context, model)
+    sizes = (sub_dim, sub_dim if value_sub_dim is None else value_sub_dim)
+    _check_model(lm, model, context, sizes, num_centroids)
     read = load_documents(
         [text] if isinstance(text, str) else text,
         train=documents,
@@ -93,7 +94,6 @@ def train_codebook(
         seen = [
             gather(lm, tokenizer, part, context, samples, seed, bar.update) for part in (train, validation)
         ]
-    sizes = (sub_dim, sub_dim if value_sub_dim is None else value_sub_dim)
     layers: list[LayerCodebook | None] = []
     errors = {}
     with tqdm(total=len(seen[0]), unit="layer", desc="Clustering", mininterval=1) as bar:
@@ -227,10 +227,20 @@ def error_table(errors: dict[int, tuple[float, float]]) -> str:
     return "\n".join(["layer    key  value", *lines])
 
 
-def _check_context(model: Any, context: int, name: str) -> None:
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def _check_model(model: Any, name: str, context: int, sizes: tuple[int, int], num_centroids: int) -> None:
+    """Refuse what this model cannot do before a document is read."""
+    from fade_runtime import hf
+    from fade_runtime.pq import check_sizes
+    from predictor.provenance import head_dim
+
+    config = hf.text_config(model)
+    limit = getattr(config, "max_position_embeddings", None)
     if limit and context > limit:
         raise FadeError(f"context {context} passes the {limit} positions of {name}; lower context")
+    for index, layer in enumerate(hf.stock_layers(config)):
+        if hf.can_tier(layer):
+            for size in sizes:
+                check_sizes(head_dim(config.per_layer_config[index]), size, num_centroids)
 
 
 def _draw(vectors: Vectors, count: int, drawn: Any) -> Vectors:
