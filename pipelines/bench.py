@@ -140,7 +140,8 @@ def _agree(name: str, got: Any, expected: Any, context: int) -> None:
     off = float((got - expected).norm() / expected.norm())
     if not off < TOLERANCE:
         raise FadeError(
-            f"bench at {context} tokens: logits of {name} are {off:.1e} away from a DynamicCache of the same values; no times shown"
+            f"bench at {context} tokens: logits of {name} are {off:.1e} away from those of a DynamicCache "
+            "of the same values; no times are shown"
         )
 
 
