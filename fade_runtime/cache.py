@@ -251,4 +251,4 @@ def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:
 
     codebook = config.codebook if isinstance(config.codebook, CodebookSet) else load_codebook(config.codebook)
     codebook.check(model, strict=config.strict)
-    return codebook
+    return codebook.to(next(model.parameters()).device)
