@@ -112,6 +112,7 @@ class TraceCollector(LightningModule):
     def __init__(self, settings: CollectSettings, tasks: list[Task]):
         super().__init__()
         self.settings, self.tasks = settings, tasks
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # fewer shards left than processes
         self._held: list[
             Any
         ] = []  # in a plain list, so that Lightning neither registers, moves nor saves the model

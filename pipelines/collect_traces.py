@@ -17,9 +17,13 @@ def collect_traces(**settings: Any) -> None:
 
     What a collection holds: python -m pipelines.collect_traces inspect DIR [--layer N --head N --out PNG]
     """
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
     from data.collect import collect
 
     done = collect(CollectSettings(**settings))
+    if getattr(rank_zero_only, "rank", 0):  # another process says it
+        return
     if done.kept:
         print(f"Kept {done.kept} shards that were there already.")
     print(
