@@ -76,11 +76,11 @@ def file_texts(file: Path, fields: Sequence[str] = (), render: Render = role_lin
     Raises:
         FadeError: unreadable, not UTF-8, binary, not JSON, or a record without the field.
     """
-    if file.suffix == ".parquet":
+    if file.suffix.lower() == ".parquet":
         yield from _parquet(file, fields, render)
         return
     try:
-        if file.suffix != ".jsonl":
+        if file.suffix.lower() != ".jsonl":
             text = file.read_text(encoding="utf-8")
             if "\0" in text:
                 raise FadeError(f"text source {file} is not text but binary; convert it to text")
