@@ -16,7 +16,6 @@ from predictor.scorenet import BlockNet, ScoreNet, check_size
 from predictor.temporal import block_mass
 
 MONITOR = f"val/recovery_at_{GATE}"
-STRIDE = 4  # each how many-th step of a decode is judged after an epoch
 
 
 class PredictorModule(LightningModule):
@@ -31,6 +30,7 @@ class PredictorModule(LightningModule):
         every: steps between selections of a block network that re-selects while decoding: it forecasts their mean,
             from places all over the recorded steps; null to select once, at the end of the prompt.
         places: of a row in each training step, when it re-selects.
+        stride: judge each stride-th recorded step only after an epoch, when it re-selects.
         lr: peak learning rate of AdamW; it falls to zero over the epochs along a cosine.
         weight_decay: of AdamW.
         budgets: kept shares of the context at which recovery is reported.
@@ -44,6 +44,7 @@ class PredictorModule(LightningModule):
         steps: int | None = None,
         every: int | None = None,
         places: int = 8,
+        stride: int = 4,
         lr: float = 3e-3,
         weight_decay: float = 1e-4,
         budgets: tuple[float, ...] = BUDGETS,
@@ -61,7 +62,7 @@ class PredictorModule(LightningModule):
         self.board: Scoreboard | ReselectBoard = Scoreboard(budgets)
         if every is not None:
             block_net(net)
-            self.board = ReselectBoard(every, budgets, stride=STRIDE)
+            self.board = ReselectBoard(every, budgets, stride=stride)
         self.layer_table: list[dict[str, float]] = []
         self.head_table: list[dict[str, float]] = []
         self.calibrated: Tensor
@@ -93,8 +94,8 @@ class PredictorModule(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if not self.calibrated:
             self.net.calibrate(batch)  # the first batch sets the input scaling, for good
-            for name in ("shift", "scale"):  # the same one in all processes
-                self.net.register_buffer(name, self.trainer.strategy.broadcast(getattr(self.net, name)))
+            for buffer in self.net.buffers():  # the same one in all processes
+                buffer.copy_(self.trainer.strategy.broadcast(buffer))
             self.calibrated.fill_(True)
         loss = self.loss_of(batch)
         size = len(batch["length"])

@@ -20,6 +20,7 @@ from predictor.features import FLOOR
 from predictor.scorenet import LEAST, BlockNet
 
 FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
+SHARP = 500.0  # of the softplus: shares above a few thousandths pass unchanged
 DECAYS = (0.0, 0.5, 0.7, 0.85, 0.95, 0.99)
 
 
@@ -94,8 +95,8 @@ class BlockCNN(BlockNet):
 class PublishedCNN(BlockNet):
     """AttentionPredictor's network as published: shares in, shares out, no residual; train it with ``mse_share``.
 
-    It stands beside :class:`BlockCNN` for comparison. A softplus keeps its forecast positive, so that it has a
-    logarithm.
+    It stands beside :class:`BlockCNN` for comparison. A sharp softplus, the identity but for shares near nothing, keeps
+    its forecast positive, so that it has a logarithm.
 
     Args:
         window: history steps W.
@@ -129,7 +130,7 @@ class PublishedCNN(BlockNet):
         real = real[:, None, None]  # [R, 1, 1, N]
         image = torch.relu(self.first(history[:, None] * real)) * real
         pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
-        return softplus(self.head(pooled).squeeze(1)).clamp(min=FLOOR).log()
+        return softplus(self.head(pooled).squeeze(1), beta=SHARP).clamp(min=FLOOR).log()
 
 
 def average_weights(at: Tensor, steps: int, decays: Sequence[float]) -> Tensor:

@@ -1,0 +1,58 @@
+"""Training on two processes gives what training on one gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from predictor.bundle import load_bundle
+
+from .test_fit_and_register import traces  # noqa: F401 (a fixture)
+
+NET = ("--model.net", "predictor.nets.TokenMLP", "--model.net.hidden", "16", "--model.lr", "0.02")
+
+
+def fit(folder, output, devices, *more):
+    """Each of ``devices`` processes takes its part of every batch of six rows."""
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.train",
+        "fit",
+        "--data.traces",
+        str(folder),
+        "--output",
+        str(output),
+    ]
+    command += ["--data.batch_size", str(6 // devices), "--trainer.devices", str(devices)]
+    command += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp" if devices > 1 else "auto"]
+    command += [
+        "--trainer.logger",
+        "false",
+        "--trainer.enable_progress_bar",
+        "false",
+        "--trainer.max_epochs",
+        "12",
+    ]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return load_bundle(output / "best")
+
+
+@pytest.mark.slow
+def test_two_processes_reach_the_loss_of_one(traces, tmp_path):  # noqa: F811
+    alone, together = (fit(traces, tmp_path / str(devices), devices, *NET) for devices in (1, 2))
+    assert alone.manifest["epoch"] > 0
+    assert together.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.02)
+    assert together.metrics["recovery_at_0.25"] == pytest.approx(alone.metrics["recovery_at_0.25"], abs=0.01)
+    assert together.metrics["oracle/recovery_at_0.25"] == pytest.approx(
+        alone.metrics["oracle/recovery_at_0.25"], abs=1e-5
+    )
+    weights = (
+        torch.cat([p.flatten() for p in predictor.net.parameters()]) for predictor in (alone, together)
+    )
+    one, two = weights
+    assert (one - two).norm() < 0.1 * one.norm()
