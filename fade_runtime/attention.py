@@ -38,6 +38,11 @@ class FullTokens:
         """Columns, holes included."""
         return self.key.shape[2]
 
+    @functools.cached_property
+    def holes(self) -> bool:
+        """Whether a row has fewer tokens than columns."""
+        return bool((self.slots < 0).any())
+
 
 def tiered_attention(
     query: Tensor,
@@ -117,6 +122,8 @@ def _full_bias(mask: Tensor | None, full: FullTokens, first: int, steps: int, he
         mask: [B, 1 or Hq, Q, S] or None = causal.
         full: n tokens. first: slot of the first of ``steps`` queries. heads: kv heads.
     """
+    if mask is None and steps == 1 and not full.holes:
+        return None  # the newest token sees all
     slots = full.slots.long()
     hole = slots < 0
     if mask is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -128,7 +129,7 @@ class TieredLayer(CacheLayerMixin):
                         f"{where} holds tokens of {name} {before}, the model now gives {now}; call cache.reset()"
                     )
         # a GPU would have to be waited for in each layer of each step
-        if key.device.type == "cpu" and not bool((key.sum() + value.sum()).isfinite()):
+        if key.device.type == "cpu" and not math.isfinite(key.sum().item() + value.sum().item()):
             bad = "keys" if not bool(key.isfinite().all()) else "values"
             if bool(key.isfinite().all()) and bool(value.isfinite().all()):
                 return  # only their sum is out of range
@@ -260,7 +261,7 @@ class TieredLayer(CacheLayerMixin):
         body = [tokens.state for tokens in self.tokens.body() if len(tokens)]
         for state, received in zip((self.tokens.full.state, *body), (to_full, *to_body)):
             assert state is not None
-            state.mul_(decay).add_(received)
+            (state if decay == 1 else state.mul_(decay)).add_(received)
 
     def _begin(self, query: Tensor, scaling: float, upto: int) -> None:
         """First statistics, from the queries of the whole prompt."""

@@ -7,6 +7,7 @@ takes a class here (or in a file of its own) and one line in :data:`POLICIES`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +58,7 @@ class Policy:
 
     def weights(self, steps: int, device: torch.device) -> Tensor | None:
         """Weight [steps] of each new query's attention in the state, the newest last."""
-        if self.decay is None:
-            return None
-        age = torch.arange(steps - 1, -1, -1, device=device, dtype=torch.float32)
-        return self.gain * self.decay**age
+        return None if self.decay is None else _weights(steps, self.decay, self.gain, device)
 
     def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
         """Share of the context that each kv head of a layer keeps when the mean is ``share``; None: all the same."""
@@ -145,6 +143,14 @@ class Learned(Ema):
             prompt.query, prompt.key, prompt.value, scaling=prompt.scaling, table=table, spec=spec
         )
         return self.predictor.forecast(seen)
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(steps: int, decay: float, gain: float, device: torch.device) -> Tensor:
+    """Shared by all layers and steps, so nobody writes to it, and it must outlive inference mode."""
+    with torch.inference_mode(False):
+        age = torch.arange(steps - 1, -1, -1, device=device, dtype=torch.float32)
+        return gain * decay**age
 
 
 def _learned(options: PolicyOptions) -> Policy:

@@ -193,7 +193,7 @@ class TokenStore:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every stored tensor by its name: ``full.``, ``packed.`` or ``pq.`` and the field, and "pad", "shift"."""
-        full = {name: tensor for name, tensor in vars(self.full).items() if tensor is not None}
+        full = {name: tensor for name, tensor in vars(self.full).items() if isinstance(tensor, Tensor)}
         parts = {
             "full": full,
             "packed": self.packed.tensors(),

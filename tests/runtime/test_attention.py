@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fade_runtime import attention
 from fade_runtime.attention import FullTokens, tiered_attention
-from fade_runtime.kernels.reference import dequantise
+from fade_runtime.kernels.reference import Part, dequantise
 from fade_runtime.packed import pack_tokens
 
 DIM = 32
@@ -23,7 +23,9 @@ def _case(batch: int, heads: int, slots: int, body: list[int], steps: int) -> di
     full = FullTokens(key[:, :, ends], value[:, :, ends], ends.to(torch.int32).expand(batch, -1))
     rows = torch.arange(batch * heads).repeat_interleave(torch.tensor(body))
     middle = torch.cat([(torch.randperm(slots - 23)[:n] + 3).sort().values for n in body])
-    packed = pack_tokens(key.flatten(0, 1)[rows, middle], value.flatten(0, 1)[rows, middle], rows, middle, None)
+    flat = key.flatten(0, 1)[rows, middle], value.flatten(0, 1)[rows, middle]
+    packed = pack_tokens(*flat, rows, middle, None, low=torch.rand(len(rows)) < 0.4)
+    rows, middle = packed.token_row(), packed.slots()
     kept = torch.zeros(batch * heads, slots, dtype=torch.bool)
     kept[:, ends] = True
     kept[rows, middle] = True
@@ -63,13 +65,19 @@ def test_tiered_attention_equals_sdpa(groups: int, steps: int, masked: str) -> N
         mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
     expected, probs = _oracle(query, case, visible, 0.2)
     weights = torch.rand(steps)
-    out, to_full, to_packed = tiered_attention(
-        query, case["full"], case["packed"], scaling=0.2, first=slots - steps, mask=mask, weights=weights
+    out, to_full, masses = tiered_attention(
+        query,
+        case["full"],
+        [Part(case["packed"])],
+        scaling=0.2,
+        first=slots - steps,
+        mask=mask,
+        weights=weights,
     )
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
     mass = (probs * weights[:, None]).sum(2).view(batch, heads, groups, slots).mean(2)  # [B, H, S]
     assert to_full is not None
-    assert to_packed is not None
+    (to_packed,) = masses
     torch.testing.assert_close(to_full, mass[:, :, case["full"].slots[0].long()], atol=2e-5, rtol=1e-4)
     row, slot = case["packed"].token_row(), case["packed"].slots()
     torch.testing.assert_close(to_packed, mass.view(-1, slots)[row, slot], atol=2e-5, rtol=1e-4)
@@ -79,9 +87,9 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     case = _case(1, 2, 90, [40, 11], 13)
     query = torch.randn(1, 4, 13, DIM)
     arguments: dict[str, Any] = dict(scaling=0.3, first=77, weights=torch.rand(13))
-    whole = tiered_attention(query, case["full"], case["packed"], **arguments)
+    whole = tiered_attention(query, case["full"], [Part(case["packed"])], **arguments)
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 74 * 5)
-    parts = tiered_attention(query, case["full"], case["packed"], **arguments)
+    parts = tiered_attention(query, case["full"], [Part(case["packed"])], **arguments)
     for a, b in zip(whole, parts):
         torch.testing.assert_close(a, b)
 
@@ -99,6 +107,11 @@ def test_holes_are_invisible() -> None:
     expected, _ = _oracle(query, case, case["causal"][None, None], 0.2)
     for mask in (None, torch.ones(1, 1, 1, 60, dtype=torch.bool)):
         out, _, _ = tiered_attention(
-            query, FullTokens(poisoned, full.value, slots), case["packed"], scaling=0.2, first=59, mask=mask
+            query,
+            FullTokens(poisoned, full.value, slots),
+            [Part(case["packed"])],
+            scaling=0.2,
+            first=59,
+            mask=mask,
         )
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
