@@ -46,8 +46,8 @@ class FadeConfig:
         codebook: for "pq": a directory written by `python -m pipelines.train_codebook`, or a loaded codebook.
         tau, low_tau: shares of a kv head's score, in (0, 1]: the INT4 tier takes no more of the best tokens than hold
             ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
-        eviction_policy: "position", "h2o", "ema", "adaptive" or "learned": whose score decides. "adaptive" is "ema" that
-            lets the scores fill the tiers: tau .9 and low_tau .99 unless given.
+        eviction_policy: "position", "h2o", "ema", "adaptive" or "learned": whose score decides. "adaptive" is "ema"
+            that lets the scores fill the tiers: tau .9 and low_tau .99 unless given.
         predictor: for "learned": `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a hub id, or a
             loaded predictor.
         head_budgets: for "learned": give each kv head the budget that the predictor learned for it (their mean is
@@ -234,9 +234,7 @@ class FadeConfig:
     @classmethod
     def _evicting(cls, budget: float, predictor: Any, options: dict[str, Any]) -> FadeConfig:
         policy = "h2o" if predictor is None else "learned"
-        return cls(**{"int4_budget": budget, "eviction_policy": policy, "predictor": predictor}).with_options(
-            **options
-        )
+        return cls(int4_budget=budget, eviction_policy=policy, predictor=predictor).with_options(**options)
 
 
 def _whole(value: Any) -> bool:
