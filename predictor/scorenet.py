@@ -100,6 +100,10 @@ class BlockNet(ScoreNet):
         super().__init__()
         self.register_buffer("temperature", torch.tensor(1.1))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(f"{prefix}temperature", self.temperature)  # weights from before there was one
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     @abstractmethod
     def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
         """Forecast the log of each block's mass.

@@ -20,7 +20,7 @@ from predictor.features import FLOOR
 from predictor.scorenet import LEAST, BlockNet
 
 FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
-SHARP = 500.0  # of the softplus: shares above a few thousandths pass unchanged
+SHARP = 4.0  # of the softplus, in units of an even share: it changes only what is near nothing
 DECAYS = (0.0, 0.5, 0.7, 0.85, 0.95, 0.99)
 
 
@@ -95,8 +95,8 @@ class BlockCNN(BlockNet):
 class PublishedCNN(BlockNet):
     """AttentionPredictor's network as published: shares in, shares out, no residual; train it with ``mse_share``.
 
-    It stands beside :class:`BlockCNN` for comparison. A sharp softplus, the identity but for shares near nothing, keeps
-    its forecast positive, so that it has a logarithm.
+    It stands beside :class:`BlockCNN` for comparison. Shares are in units of their mean, or it would train for ever. A
+    sharp softplus, the identity but for shares near nothing, keeps a forecast positive, so that it has a logarithm.
 
     Args:
         window: history steps W.
@@ -118,19 +118,22 @@ class PublishedCNN(BlockNet):
         self.first = nn.Conv2d(1, channels[0], 3, padding=1)
         self.second = nn.Conv2d(channels[0], channels[1], 3, padding=1)
         self.head = nn.Conv1d(channels[1], 1, 1)
+        self.register_buffer("scale", torch.tensor(0.01))
 
     def config(self) -> dict[str, Any]:
         return {"window": self.window, "channels": list(self.channels), "block": self.block}
 
+    @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
-        """Shares need no scaling."""
+        self.scale.copy_(block_mass(batch).transpose(1, 2)[batch["block_mask"]].mean())
 
     def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
         real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
         real = real[:, None, None]  # [R, 1, 1, N]
-        image = torch.relu(self.first(history[:, None] * real)) * real
+        image = torch.relu(self.first(history[:, None] / self.scale * real)) * real
         pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
-        return softplus(self.head(pooled).squeeze(1), beta=SHARP).clamp(min=FLOOR).log()
+        share = softplus(self.head(pooled).squeeze(1), beta=SHARP) * self.scale
+        return share.clamp(min=FLOOR).log()
 
 
 def average_weights(at: Tensor, steps: int, decays: Sequence[float]) -> Tensor:

@@ -183,7 +183,7 @@ def test_it_learns_a_march_that_averages_miss(make_batch, net):
         return batch
 
     module = PredictorModule(net, every=1, loss="listwise", lr=0.02, budgets=(0.5,))
-    fit(module, [marching(seed) for seed in range(8)], epochs=12)
+    fit(module, [marching(seed) for seed in range(6)], epochs=8)
     module.board.update(module.net, marching(99))
     table = module.board.table()
     best = max(table[name][0.5] for name in AVERAGES)
