@@ -62,6 +62,10 @@ class PredictorModule(LightningModule):
         self.board: Scoreboard | ReselectBoard = Scoreboard(budgets)
         if every is not None:
             block_net(net)
+            if steps is not None or target != "sum":
+                raise FadeError(
+                    f"every {every} forecasts the mean of as many steps; leave out steps {steps} and target {target!r}"
+                )
             self.board = ReselectBoard(every, budgets, stride=stride)
         self.layer_table: list[dict[str, float]] = []
         self.head_table: list[dict[str, float]] = []

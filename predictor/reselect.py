@@ -139,7 +139,7 @@ class ReselectBoard(nn.Module):
 
         size, length = block_of(batch), batch["length"]
         inforce = {name: held(made_of, length, made, size)[:, of_step] for name, made_of in given.items()}
-        start = averages(line, torch.tensor([window]))[FIXED].expand(-1, len(steps), -1)
+        start = averages(line, torch.tensor([window], device=line.device))[FIXED].expand(-1, len(steps), -1)
         inforce["fixed"] = held(start, length, torch.zeros_like(steps), size)
 
         mask, eligible = (each.flatten(0, 1) for each in blocks_at(batch, steps))

@@ -161,6 +161,8 @@ def test_values_tables_and_reset(make_batch):
 def test_what_cannot_re_select_is_refused_by_name(batch):
     with pytest.raises(FadeError, match="TokenMLP scores tokens"):
         PredictorModule(TokenMLP(), every=1)
+    with pytest.raises(FadeError, match="every 4.*steps 2"):
+        PredictorModule(EmaBank(), every=4, steps=2)
     with pytest.raises(FadeError, match="every 0"):
         ReselectBoard(every=0)
 
