@@ -21,6 +21,7 @@ from fade_runtime.policy import Policy, Prompt
 from fade_runtime.positions import Positions
 from fade_runtime.store import TokenStore
 from fade_runtime.tiers import plan_tiers
+from fade_runtime.trim import give_back
 from predictor import rope
 from predictor.errors import FadeError
 
@@ -330,6 +331,8 @@ class TieredLayer(CacheLayerMixin):
         upto = self.seen if upto is None else upto
         started = time.perf_counter()
         self.tokens.compress(upto, functools.partial(self._plan, upto))
+        if self._new > 1:  # a prompt
+            give_back(self.device)
         if self.observer is not None:
             self.observer(self, 1e3 * (time.perf_counter() - started))
             self.last_plan = None
