@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from pipelines import cli
+from pipelines.bench_memory import memory
+from pipelines.bench_prefill import prefill
 from predictor.errors import FadeError
 
 STOCK, STATIC, LOW = "stock", "static", "k4v2"
@@ -151,7 +154,7 @@ def _bytes(cache: Any) -> int:
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
-COMMANDS = {"decode": decode}
+COMMANDS: dict[str, Callable[..., Any]] = {"decode": decode, "prefill": prefill, "memory": memory}
 
 
 def main(argv: list[str] | None = None) -> int:

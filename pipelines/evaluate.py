@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +14,26 @@ from predictor.errors import FadeError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from data.text import Document
     from pipelines.measure import Method
     from predictor.bundle import Predictor
 
-POLICIES = ("position", "h2o", "ema")
+POLICIES = ("position", "h2o", "ema", "adaptive")
 METHODS = ("full", "safe", *POLICIES, "learned")
 
 
 def evaluate(
     model: str = "artefacts/models/smollm2-135m-instruct",
     methods: list[str] = list(METHODS),  # noqa: B006
+    configs: dict[str, dict[str, Any]] | None = None,
     predictors: dict[str, str] | None = None,
     budget: float = 0.25,
     traces: str | None = "artefacts/traces/demo",
-    text: list[str] | None = None,
+    text: list[str] | dict[str, list[str]] | None = None,
     documents: int = 3,
     context: int = 1024,
     steps: int = 64,
+    speed: bool = True,
     heatmap_layer: int = 10,
     heatmap_head: int = 0,
     out: str = "artefacts/eval/demo",
@@ -38,24 +41,31 @@ def evaluate(
 ) -> None:
     """Measure what each cache loses against the full one, what it takes and how fast it decodes.
 
-    Writes results.jsonl, two plots and report.md, all of them or none, and prints the table.
+    Writes results.jsonl, two plots and report.md, all of them or none, and prints the table: each cache over all
+    texts, then source by source.
 
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
-        methods: of full, safe (4 bits, nothing evicted), position, h2o, ema and learned (each predictor).
+        methods: of full, safe (4 bits, nothing evicted), position, h2o, ema, adaptive, learned (each predictor),
+            and names of configs.
+        configs: name -> options of FadeConfig, `{k4v2: {int4_budget: 0, low_budget: null}}`; the option
+            `predictor` may name one of predictors.
         predictors: name in the table -> `models:/NAME@alias`, `models:/NAME/3`, bundle directory or hub id.
         budget: share of the context that evicting methods keep per kv head.
         traces: collection whose validation documents are read, and whose attention is drawn.
-        text: files or folders to read instead of the traces' validation documents.
-        documents: number of documents.
+        text: files or folders to read instead of the traces' validation documents; or, by name of the source,
+            text files, code, folders, FILE.jsonl (chats too) or FILE.jsonl:FIELD+FIELD, as in
+            `{prose: [books], maths: ["gsm8k.jsonl:question+answer"], chat: [dialogues.jsonl]}`.
+        documents: number of documents; of each source where text names sources.
         context: tokens of each document before decoding starts.
         steps: tokens decoded after it, teacher-forced.
+        speed: decode one token at a time and time it; with false, several times faster, the table has no speed.
         heatmap_layer: layer of the attention heat map.
         heatmap_head: kv head of the attention heat map.
         out: folder to write; one that is there is replaced at the end.
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
     """
-    check_options(methods, predictors or {}, budget, documents, context, steps)
+    check_options(methods, configs or {}, predictors or {}, budget, documents, context, steps)
     if traces is None and not text:
         raise FadeError("traces and text are both null; name traces, or files to read as text")
 
@@ -65,7 +75,7 @@ def evaluate(
     from data.trace import Traces
     from pipelines import heatmap
     from pipelines.measure import compare
-    from pipelines.report import document_rows, machine, method_rows, table
+    from pipelines.report import document_rows, machine, tables
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
 
@@ -74,14 +84,14 @@ def evaluate(
     lm, tokenizer = load_lm(model, "float32")
     for predictor in loaded.values():
         predictor.check(lm)
+    chosen = make_methods(methods, configs or {}, loaded, budget)
     texts = choose_texts(opened if not text else None, text or [], documents, context + steps, tokenizer)
-    chosen = make_methods(methods, loaded, budget)
-    total = len(texts) * (len(chosen) + steps)  # each prefill, and each step of all caches
+    total = len(texts) * len(chosen) * (1 + steps)
     with tqdm(total=total, unit="step", desc="Evaluating", mininterval=1) as bar:
         measured = []
         for one in texts:
             bar.set_postfix_str(one.source)
-            measured.append(compare(lm, chosen, one.tokens, steps, bar.update))
+            measured.append(compare(lm, chosen, one.tokens, steps, bar.update, timed=speed))
 
     run: dict[str, Any] = {
         "kind": "run",
@@ -89,12 +99,14 @@ def evaluate(
         "settings": {
             "model": model,
             "methods": methods,
+            "configs": configs or {},
             "predictors": predictors or {},
             "budget": budget,
             "traces": traces,
             "text": text,
             "context": context,
             "steps": steps,
+            "speed": speed,
         },
         "texts": [{"document": one.id, "source": one.source} for one in texts],
         "machine": machine(),
@@ -103,7 +115,7 @@ def evaluate(
     rows = document_rows(run["texts"], measured)
     picture = None if opened is None else heatmap.head_map(opened, loaded, heatmap_layer, heatmap_head)
     write_results(Path(out), run, rows, picture)
-    print(f"\n{table(method_rows(rows))}\n\nReport: {out}/report.md")
+    print(f"\n{tables(rows)}\n\nReport: {out}/report.md")
 
 
 @dataclass
@@ -117,6 +129,7 @@ class HeldOut:
 
 def check_options(
     methods: Sequence[str],
+    configs: Mapping[str, Mapping[str, Any]],
     predictors: Mapping[str, str],
     budget: float,
     documents: int,
@@ -128,12 +141,15 @@ def check_options(
     Raises:
         FadeError: names the option.
     """
-    if unknown := [name for name in methods if name not in METHODS]:
-        raise FadeError(f"method {unknown[0]!r} is not known; choose from {', '.join(METHODS)}")
+    if unknown := [name for name in methods if name not in (*METHODS, *configs)]:
+        raise FadeError(f"method {unknown[0]!r} is not known; choose from {', '.join((*METHODS, *configs))}")
+    for kind, names in (("predictor", set(predictors)), ("config", set(configs))):
+        if clash := sorted(names & {*METHODS, *(configs if kind == "predictor" else ())}):
+            raise FadeError(f"{kind} name {clash[0]!r} is a method's; give it another name")
+    if unused := [name for name in configs if name not in methods]:
+        raise FadeError(f"config {unused[0]!r} is not in methods; add it there, or leave it out")
     if "learned" in methods and not predictors:
         raise FadeError("method 'learned' needs predictors; name one, or leave 'learned' out of methods")
-    if clash := sorted(set(predictors) & set(METHODS)):
-        raise FadeError(f"predictor name {clash[0]!r} is a method's; give it another name")
     if not 0 < budget <= 1:
         raise FadeError(f"budget {budget} is not a share of the context; use a float in (0, 1]")
     for name, value, least in (("documents", documents, 1), ("context", context, 1), ("steps", steps, 2)):
@@ -141,14 +157,25 @@ def check_options(
             raise FadeError(f"{name} {value} is too small; use at least {least}")
 
 
-def make_methods(methods: Sequence[str], predictors: Mapping[str, Predictor], budget: float) -> list[Method]:
-    """The full cache first, whether asked for or not, then one entry for each method and predictor."""
+def make_methods(
+    methods: Sequence[str],
+    configs: Mapping[str, Mapping[str, Any]],
+    predictors: Mapping[str, Predictor],
+    budget: float,
+) -> list[Method]:
+    """The full cache first, whether asked for or not, then one entry for each method and predictor.
+
+    Raises:
+        FadeError: options of a config that FadeConfig refuses; it names them.
+    """
     from fade_runtime import FadeConfig
     from pipelines.measure import FULL, Method
 
     made = [Method(FULL, None)]
     for name in dict.fromkeys(methods):
-        if name == "safe":
+        if name in configs:
+            made.append(Method(name, _config(name, configs[name], predictors)))
+        elif name == "safe":
             made.append(Method(name, FadeConfig.safe()))
         elif name in POLICIES:
             made.append(Method(name, FadeConfig(int4_budget=budget, eviction_policy=name)))
@@ -160,10 +187,26 @@ def make_methods(methods: Sequence[str], predictors: Mapping[str, Predictor], bu
     return made
 
 
+def _config(name: str, options: Mapping[str, Any], predictors: Mapping[str, Predictor]) -> Any:
+    from fade_runtime import FadeConfig
+
+    given = dict(options)
+    if given.get("predictor") in predictors:
+        given["predictor"] = predictors[given["predictor"]]
+    try:
+        return FadeConfig.safe(**given)
+    except FadeError as error:
+        raise FadeError(f"config {name!r}: {error}") from error
+
+
 def choose_texts(
-    traces: Any, sources: Sequence[str], documents: int, length: int, tokenizer: Any
+    traces: Any,
+    sources: Sequence[str] | Mapping[str, Sequence[str]],
+    documents: int,
+    length: int,
+    tokenizer: Any,
 ) -> list[HeldOut]:
-    """Validation documents of a trace collection, or documents made from other text.
+    """Validation documents of a trace collection, or texts from elsewhere; from named sources so many of each.
 
     Raises:
         FadeError: too few or too short documents, or text that is not what the traces were collected from.
@@ -171,30 +214,19 @@ def choose_texts(
     import torch
 
     from data.lm import encode
-    from data.plan import CollectSettings, prepare
-    from data.text import load_documents
 
-    if traces is None:
-        found = load_documents(
-            sources,
-            train=0,
-            validation=documents,
-            length=length,
-            measure=lambda words: len(encode(tokenizer, words)),
-        )
+    if traces is not None:
+        found = _validation_documents(traces, documents, tokenizer)
+    elif isinstance(sources, Mapping):
+        found = [
+            replace(document, source=name)
+            for name, places in sources.items()
+            for document in _read(_files(places), documents, length, tokenizer)
+        ]
     else:
-        tasks = prepare(CollectSettings(**traces.manifest["settings"]), tokenizer)
-        found = [task.document for task in tasks if task.document.split == "validation"]
-        known = [one["id"] for one in traces.manifest["documents"] if one["split"] == "validation"]
-        if [document.id for document in found] != known:
-            raise FadeError(
-                f"the text that the traces in {traces.folder} were collected from has changed since "
-                "(another Python, or edited files); collect them again, or give text"
-            )
-    if len(found) < documents:
-        raise FadeError(f"documents {documents} is more than the {len(found)} validation documents of the traces")
+        found = _read(sources, documents, length, tokenizer)
     chosen = []
-    for document in found[:documents]:
+    for document in found:
         tokens = torch.tensor(encode(tokenizer, document.text)[:length])[None]
         if tokens.shape[1] < length:
             raise FadeError(
@@ -205,6 +237,47 @@ def choose_texts(
     return chosen
 
 
+def _validation_documents(traces: Any, documents: int, tokenizer: Any) -> list[Document]:
+    from data.plan import CollectSettings, prepare
+
+    tasks = prepare(CollectSettings(**traces.manifest["settings"]), tokenizer)
+    found = [task.document for task in tasks if task.document.split == "validation"]
+    known = [one["id"] for one in traces.manifest["documents"] if one["split"] == "validation"]
+    if [document.id for document in found] != known:
+        raise FadeError(
+            f"the text that the traces in {traces.folder} were collected from has changed since "
+            "(another Python, or edited files); collect them again, or give text"
+        )
+    if len(found) < documents:
+        raise FadeError(
+            f"documents {documents} is more than the {len(found)} validation documents of the traces"
+        )
+    return found[:documents]
+
+
+def _read(sources: Sequence[str], documents: int, length: int, tokenizer: Any) -> list[Document]:
+    from data.chat import chat_renderer
+    from data.lm import encode
+    from data.text import load_documents
+
+    return load_documents(
+        sources,
+        train=0,
+        validation=documents,
+        length=length,
+        measure=lambda words: len(encode(tokenizer, words)),
+        render=chat_renderer(tokenizer),
+    )
+
+
+def _files(places: Sequence[str]) -> list[str]:
+    """The files of a named source; those of a folder one by one, so that documents come from each in turn."""
+    from data.records import text_files
+
+    folders = {place: text_files(Path(place)) for place in places if Path(place).is_dir()}
+    return [str(file) for place in places for file in folders.get(place, [place])]
+
+
 def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]], picture: Any) -> None:
     """Write the folder of results, whole or not at all.
 
@@ -213,7 +286,7 @@ def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]
     """
     from pipelines import heatmap
     from pipelines.plots import quality_against_bytes
-    from pipelines.report import method_rows, report, write_jsonl
+    from pipelines.report import method_rows, report, source_rows, write_jsonl
     from predictor.files import write_aside
 
     if out.is_dir() and any(out.iterdir()) and not (out / "results.jsonl").is_file():
@@ -231,8 +304,8 @@ def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]
         if picture is not None:
             plots["attention.png"] = "Recorded attention, its forecast, and the mean of both over the steps."
             heatmap.draw(aside / "attention.png", picture)
-        write_jsonl(aside / "results.jsonl", [run, *documents, *methods])
-        (aside / "report.md").write_text(report(run, methods, plots), encoding="utf-8")
+        write_jsonl(aside / "results.jsonl", [run, *documents, *methods, *source_rows(documents)])
+        (aside / "report.md").write_text(report(run, documents, plots), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,10 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipelines.measure import Measured
+from pipelines.measure import FULL, Measured
 
 MIB = 2**20
 COLUMNS = ("cache", "KL, mean", "KL, worst text", "top-1", "MiB", "compression", "decode speed")
+SPEED = "- **decode speed** is that of the median step, relative to the full cache; the caches take turns in each step."
+UNTIMED = "- Decode speed was not measured."
+SOURCE_COLUMNS = ("cache", "source", *COLUMNS[1:4], "compression")
 
 
 def document_rows(
@@ -28,8 +31,8 @@ def document_rows(
     """
     rows = []
     for text, methods in zip(texts, measured):
-        full = median(methods[0].seconds)
         for one in methods:
+            seconds = median(one.seconds) if one.seconds else None
             rows.append(
                 {
                     "kind": "document",
@@ -40,8 +43,8 @@ def document_rows(
                     "top1": _mean(one.agree),
                     "resident_bytes": one.resident_bytes,
                     "full_bytes": one.full_bytes,
-                    "tokens_per_second": 1 / median(one.seconds),
-                    "speed": full / median(one.seconds),
+                    "tokens_per_second": seconds and 1 / seconds,
+                    "speed": seconds and median(methods[0].seconds) / seconds,
                 }
             )
     return rows
@@ -72,16 +75,35 @@ def method_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "resident_bytes": resident,
                 "full_bytes": full,
                 "compression": full / resident,
-                "tokens_per_second": _mean([row["tokens_per_second"] for row in mine]),
-                "speed": _mean([row["speed"] for row in mine]),
+                **{key: _mean_or_none([row[key] for row in mine]) for key in ("tokens_per_second", "speed")},
             }
         )
     return rows
 
 
+def source_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each method and source, as :func:`method_rows`; none if all texts are of one source."""
+    sources = list(dict.fromkeys(row["source"] for row in documents))
+    if len(sources) < 2:
+        return []
+    by_source = {
+        source: method_rows([row for row in documents if row["source"] == source]) for source in sources
+    }
+    rows = [{**row, "kind": "source", "source": source} for source, each in by_source.items() for row in each]
+    order = list(dict.fromkeys(row["method"] for row in documents))
+    return sorted(rows, key=lambda row: order.index(row["method"]))
+
+
+def tables(documents: Sequence[Mapping[str, Any]]) -> str:
+    """The caches over all texts, then each by source where there are several."""
+    by_source = source_rows(documents)
+    over_all = table(method_rows(documents))
+    return f"{over_all}\n\nBy source:\n\n{source_table(by_source)}" if by_source else over_all
+
+
 def table(methods: Sequence[Mapping[str, Any]]) -> str:
-    """The methods as a Markdown table whose source is aligned too, for the terminal and for the report."""
-    lines = [COLUMNS] + [
+    """The methods as a Markdown table, for the terminal and for the report; no speed if none was measured."""
+    lines = [
         (
             row["method"],
             f"{row['kl']:.4f}",
@@ -89,15 +111,41 @@ def table(methods: Sequence[Mapping[str, Any]]) -> str:
             f"{row['top1']:.1%}",
             f"{row['resident_bytes'] / MIB:.2f}",
             f"{row['compression']:.2f}x",
-            f"{row['speed']:.2f}x ({row['tokens_per_second']:.1f}/s)",
+            *([f"{row['speed']:.2f}x ({row['tokens_per_second']:.1f}/s)"] if row["speed"] else []),
         )
         for row in methods
     ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    return _aligned(COLUMNS[: len(lines[0])], lines, words=1)
+
+
+def source_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of :func:`source_rows` as a Markdown table, less the full cache."""
+    lines = [
+        (
+            row["method"],
+            row["source"],
+            f"{row['kl']:.4f}",
+            f"{row['kl_worst']:.4f}",
+            f"{row['top1']:.1%}",
+            f"{row['compression']:.2f}x",
+        )
+        for row in rows
+        if row["method"] != FULL
+    ]
+    return _aligned(SOURCE_COLUMNS, lines, words=2)
+
+
+def _aligned(columns: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
+    """A Markdown table whose source is aligned too; all but the first ``words`` columns are numbers."""
+    every = [columns, *lines]
+    widths = [max(len(line[i]) for line in every) for i in range(len(columns))]
+    rule = [("-" * width if i < words else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
     first, *rest = [
-        [line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
-        for line in lines
+        [
+            cell.ljust(width) if i < words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths))
+        ]
+        for line in every
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in [first, rule, *rest])
 
@@ -126,33 +174,41 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def report(run: Mapping[str, Any], methods: Sequence[Mapping[str, Any]], plots: Mapping[str, str]) -> str:
+def add_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add one JSON object a line to what is there."""
+    with open(path, "a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def report(run: Mapping[str, Any], documents: Sequence[Mapping[str, Any]], plots: Mapping[str, str]) -> str:
     """The report, in Markdown.
 
     Args:
         run: the settings, machine and model of the run, as in the first line of results.jsonl.
-        methods: rows of :func:`method_rows`.
+        documents: rows of :func:`document_rows`.
         plots: file name -> caption.
     """
     settings, here = run["settings"], run["machine"]
     texts = "\n".join(f"- {text['source']}: `{text['document']}`" for text in run["texts"])
     pictures = "\n\n".join(f"![{caption}]({name})\n\n{caption}" for name, caption in plots.items())
     predictors = "\n".join(f"- {name}: `{ref}`" for name, ref in settings["predictors"].items()) or "- none"
+    configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
+    unseen = "" if settings["text"] else " that no predictor was trained on"
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     return f"""# Compressed caches against the full cache
 
-{settings["model"]}: {settings["context"]:,} tokens of prompt, then {settings["steps"]} tokens fed one at a time,
-the same to every cache; {len(run["texts"])} texts that no predictor was trained on.
+{settings["model"]}: {settings["context"]:,} tokens of prompt, then {settings["steps"]} tokens of the text,
+the same to every cache; {len(run["texts"])} texts{unseen}.
 
-{table(methods)}
+{tables(documents)}
 
 - **KL** is KL(full cache || this cache) of the next-token distribution, in nats, mean over steps, from a
   float32 model. **top-1** is how often the most likely next token is the full cache's.
 - **MiB** is what the cache really held at the last step, metadata and buffers included; **compression** is a
   full cache divided by it. Both are those of a model with two-byte floats.
-- **decode speed** is that of the median step, relative to the full cache; all caches take turns within each step.
-- Evicting caches keep {settings["budget"]:.0%} of the context per kv head, in 4 bits, besides the first and the
-  newest tokens, which stay exact.
+{SPEED if settings["speed"] else UNTIMED}
+- Evicting caches that are no configuration of their own keep {settings["budget"]:.0%} of the context per kv head,
+  in 4 bits, besides the first and the newest tokens, which stay exact.
 
 {pictures}
 
@@ -164,12 +220,21 @@ Texts:
 
 {texts}
 
+Configurations:
+
+{configs or "- none"}
+
 Predictors:
 
 {predictors}
 
 Again: `{run["command"]}`. Every number, per text and per step, is in `results.jsonl`.
 """
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return _mean(numbers) if numbers else None
 
 
 def _mean(values: Sequence[float]) -> float:

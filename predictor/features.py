@@ -7,6 +7,7 @@ Shapes: H kv heads, Hq query heads, S prompt tokens, W history steps, N blocks, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,6 +107,35 @@ def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Te
     return scored.softmax(-1).mean(1)
 
 
+def causal_shares(
+    query: Tensor, key: Tensor, scaling: float, chunk: int = 64
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Causal attention of all queries of a prompt, some at a time, in one piece of memory that is used again.
+
+    Args:
+        query: [Hq, S, D]. key: [H, S, D]. scaling: factor on the scores. chunk: queries at a time.
+
+    Yields:
+        first and last slot + 1 of the queries, and their shares [H, G x steps, last] float32, to be used at once.
+    """
+    heads, slots, dim = key.shape
+    grouped = (query * scaling).view(heads, -1, slots, dim)
+    groups = grouped.shape[1]
+    room = torch.empty(heads * groups * min(chunk, slots) * slots, dtype=key.dtype, device=key.device)
+    for first in range(0, slots, chunk):
+        part = grouped[:, :, first : first + chunk]
+        steps = part.shape[2]
+        seen = first + steps
+        scored = room[: heads * groups * steps * seen].view(heads, groups * steps, seen)
+        torch.bmm(part.reshape(heads, groups * steps, dim), key[:, :seen].transpose(1, 2), out=scored)
+        scored = scored.float()
+        later = torch.ones(steps, steps, dtype=torch.bool, device=key.device).triu(1)
+        # only the newest columns can be hidden
+        scored.view(heads, groups, steps, seen)[..., first:].masked_fill_(later, -math.inf)
+        yield first, seen, torch.softmax(scored, -1, out=scored)
+
+
+@torch.no_grad()
 def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Tensor:
     """Attention that each token received from all queries of the prompt, in chunks of queries.
 
@@ -115,20 +145,10 @@ def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Ten
     Returns:
         [H, S] float32, averaged over the query heads; slot j was visible to S - j queries.
     """
-    heads, slots, dim = key.shape
-    mass = torch.zeros(heads, slots, dtype=torch.float32, device=key.device)
-    grouped = (query * scaling).view(heads, -1, slots, dim)
-    groups = grouped.shape[1]
-    for first in range(0, slots, chunk):
-        part = grouped[:, :, first : first + chunk]
-        steps = part.shape[2]
-        seen = first + steps
-        scored = torch.matmul(part.reshape(heads, groups * steps, dim), key[:, :seen].transpose(1, 2)).float()
-        scored = scored.view(heads, groups, steps, seen)
-        later = torch.ones(steps, steps, dtype=torch.bool, device=key.device).triu(1)
-        scored[..., first:].masked_fill_(later, -math.inf)  # only the newest columns can be hidden
-        mass[:, :seen] += scored.softmax(-1).sum((1, 2))
-    return mass / groups
+    mass = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
+    for _, seen, shares in causal_shares(query, key, scaling, chunk):
+        mass[:, :seen] += shares.sum(1)
+    return mass * len(key) / len(query)
 
 
 def block_sizes(slots: int, block: int) -> Tensor:

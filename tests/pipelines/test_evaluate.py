@@ -47,7 +47,7 @@ def test_from_traces_to_report(run: Run, bundles: dict[str, Path], tiny_traces: 
     )
     assert status == 0, err
     rows = read(tmp_path / "out")
-    names = ["full", "safe", "position", "h2o", "ema", "learned mlp", "learned cnn"]
+    names = ["full", "safe", "position", "h2o", "ema", "adaptive", "learned mlp", "learned cnn"]
     assert [row["method"] for row in rows["method"]] == names
     assert [(row["method"], row["document"]) for row in rows["document"]] == [
         (name, text["document"]) for text in rows["run"][0]["texts"] for name in names
@@ -94,6 +94,52 @@ def test_files_as_text_need_no_traces(run: Run, prose: Path, tmp_path: Path) -> 
     assert "attention.png" not in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_named_sources_and_own_configurations(run: Run, prose: Path, tmp_path: Path) -> None:
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text(
+        "".join(json.dumps({"q": f"{i} + {i * 7}?", "a": f"That is {i * 8}."}) + "\n" for i in range(99))
+    )
+    text = {"prose": [str(prose)], "sums": [f"{sums}:q+a"]}
+    configs = {
+        "k4v2": {"int4_budget": 0, "low_budget": None},
+        "tiered": {"int4_budget": 0.1, "low_budget": 0.1, "eviction_policy": "h2o"},
+        "learned, one budget": {
+            "int4_budget": 0.25,
+            "eviction_policy": "learned",
+            "predictor": "learned mlp",
+        },
+    }
+    names = ["full", "safe", *configs]
+    status, out, err = run(
+        *("--text", json.dumps(text), "--configs", json.dumps(configs), "--methods", json.dumps(names)),
+        *("--documents", 2, "--traces", "null"),
+    )
+    assert status == 0, err
+    rows = read(tmp_path / "out")
+    assert [text["source"] for text in rows["run"][0]["texts"]] == ["prose", "prose", "sums", "sums"]
+    first, second = (text["document"].split("/")[0] for text in rows["run"][0]["texts"][:2])
+    assert (first, second) == ("part0.txt", "part1.txt")  # files of a folder take turns
+    by = {row["method"]: row for row in rows["method"]}
+    assert list(by) == names
+    assert by["full"]["compression"] < by["safe"]["compression"] < by["k4v2"]["compression"]
+    assert by["k4v2"]["compression"] < by["tiered"]["compression"]
+    assert by["safe"]["kl"] < by["k4v2"]["kl"] < by["tiered"]["kl"]
+
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert out.split("\n\nReport")[0].strip() in report
+    assert all(f"- {name}: `" in report for name in configs)
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line]
+    for name in names[1:]:
+        for source in text:
+            mine = [row for row in rows["document"] if (row["method"], row["source"]) == (name, source)]
+            kl = np.array([row["kl_steps"] for row in mine]).mean(1)
+            top1 = np.mean([row["top1"] for row in mine])
+            smaller = sum(row["full_bytes"] for row in mine) / sum(row["resident_bytes"] for row in mine)
+            (cells,) = [cells for cells in shown if cells[:2] == [name, source]]
+            assert [float(cell) for cell in cells[2:4]] == pytest.approx([kl.mean(), kl.max()], abs=6e-5)
+            assert cells[4:] == [f"{top1:.1%}", f"{smaller:.2f}x"]
+
+
 def test_bad_input_is_one_line_and_leaves_nothing(
     run: Run, tiny_traces: Path, prose: Path, tmp_path: Path
 ) -> None:
@@ -103,12 +149,18 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         ("--traces", tiny_traces, "--documents", 2),
         ("--traces", "null", "--documents", 1),
     )
+    mine = (*from_traces, "--methods", "[mine]", "--predictors", "{}")
     for args, words in [
         ((*from_traces, "--methods", "[fastest]"), "method 'fastest' is not known"),
         ((*from_traces, "--predictors", "{}"), "'learned' needs predictors"),
         ((*from_traces, "--predictors", "{ema: somewhere}"), "predictor name 'ema'"),
         ((*from_traces, "--predictors", "{x: somewhere}"), "somewhere"),
         ((*from_traces, "--budget", 2), "budget 2.0"),
+        ((*mine, "--configs", "{mine: {int5_budget: 1}}"), "config 'mine': unknown option int5_budget"),
+        ((*mine, "--configs", "{mine: {int4_budget: 2.0}}"), "config 'mine': int4_budget 2.0"),
+        ((*mine, "--configs", "{mine: {}, spare: {}}"), "config 'spare' is not in methods"),
+        ((*mine, "--configs", "{mine: {}, ema: {}}"), "config name 'ema'"),
+        ((*mine, "--configs", "{mine: {}}", "--predictors", "{mine: x}"), "predictor name 'mine'"),
         ((*from_traces, "--steps", 1), "steps 1"),
         ((*from_traces, "--documents", 3), "documents 3"),
         ((*from_traces, "--context", 9000), "lower context or steps"),

@@ -68,7 +68,32 @@ def test_less_memory_costs_quality_and_counts_are_complete(model: Any, tokens: t
     mean = {name: np.mean(one.kl) for name, one in by.items()}
     assert 0 == mean[FULL] < mean["safe"] < mean["position"]
     assert by["position"].resident_bytes < by["safe"].resident_bytes < by[FULL].resident_bytes
-    assert len(ticks) == len(METHODS) + STEPS
+    assert len(ticks) == len(METHODS) * (1 + STEPS)
+
+
+def test_untimed_steps_come_many_at_a_time_and_lose_the_same(
+    tiny_model: Callable[..., Any], tokens: torch.Tensor
+) -> None:
+    low = Method("low", FadeConfig(int4_budget=0, low_budget=None))
+    many = Method("many", FadeConfig(int4_budget=0.25, reassign_every=8))
+    held = Method("held", FadeConfig(int4_budget=0.25, chunked_prefill=True))
+    methods = [*METHODS, low, many, held]
+    timed, sooner = (compare(tiny_model(), methods, tokens, STEPS, timed=each) for each in (True, False))
+    for one, other in zip(timed, sooner):
+        assert other.seconds == []
+        assert other.kl == pytest.approx(one.kl, rel=0.02, abs=1e-5)
+        assert other.agree == one.agree
+        assert (other.resident_bytes, other.full_bytes) == (one.resident_bytes, one.full_bytes)
+
+
+def test_a_prompt_that_all_caches_read_at_once_fills_each_as_its_own_would(
+    tiny_model: Callable[..., Any], tokens: torch.Tensor
+) -> None:
+    together = compare(tiny_model(), METHODS, tokens, STEPS)
+    for index, method in enumerate(METHODS[1:], 1):
+        _, alone = compare(tiny_model(), [METHODS[0], method], tokens, STEPS)
+        assert alone.kl == together[index].kl
+        assert alone.resident_bytes == together[index].resident_bytes
 
 
 @pytest.mark.parametrize("name", ["safe", "position", "h2o", "ema"])

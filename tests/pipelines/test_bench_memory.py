@@ -1,0 +1,85 @@
+"""The memory benchmark: what a peak is, how rows are made, and a whole run of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines import bench_memory
+from pipelines.bench_memory import CLEAR, MIB, _rows, measure_one, status_bytes
+from predictor.errors import FadeError
+
+pytestmark = pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux")
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_peak_is_what_was_there_and_is_forgotten_when_cleared() -> None:
+    CLEAR.write_text("5")
+    before = status_bytes("VmRSS")
+    big = torch.ones(100 * MIB // 4)
+    held = status_bytes("VmRSS")
+    del big
+    assert 95 * MIB < held - before < 110 * MIB
+    assert status_bytes("VmHWM") >= held - MIB
+    CLEAR.write_text("5")
+    assert status_bytes("VmHWM") < before + 20 * MIB
+
+
+def test_one_cache_is_measured_from_the_model_at_rest(tiny_model_dir: Path) -> None:
+    asked = dict(model=str(tiny_model_dir), predictor=None, budget=0.25, dtype="float32", threads=1)
+    runs = {
+        name: measure_one({**asked, "method": name, "context": 3000, "new_tokens": 3})
+        for name in ("stock", "h2o")
+    }
+    assert runs["stock"]["first"] == runs["h2o"]["first"]
+    for run in runs.values():
+        assert run["added"] == run["peak"] - run["resting"] > 0
+    # k and v, layers, kv heads, dim, float32, tokens; freed memory may have been used again
+    assert runs["stock"]["added"] > 2 * 2 * 2 * 16 * 4 * 3000 / 2
+
+
+def test_rows_are_medians_beside_stocks() -> None:
+    run = [dict(peak=400, added=100, resting=300, first=7), dict(peak=350, added=40, resting=310, first=7)]
+    other = [dict(peak=404, added=104, resting=300, first=7), dict(peak=360, added=48, resting=312, first=7)]
+    stock, safe = _rows(64, ["stock", "safe"], [run, other])
+    assert (stock["peak"], stock["added"], stock["peak_of_stock"]) == (402, 102, 1)
+    assert (safe["peak"], safe["added"]) == (355, 44)
+    assert safe["added_of_stock"] == pytest.approx(44 / 102)
+    with pytest.raises(FadeError, match="safe begins with token 8, stock with 7"):
+        _rows(64, ["stock", "safe"], [[run[0], {**run[1], "first": 8}]])
+
+
+def test_bad_options_are_named(tmp_path: Path, capsys: Any) -> None:
+    for words, said in [
+        (["--new_tokens", "0"], "new_tokens 0 is too small"),
+        (["--contexts", "[]"], "contexts 0 is too small"),
+        (["--flavour", "mild"], "option 'flavour' is not known"),
+    ]:
+        assert bench_memory.main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_each_cache_runs_in_a_process_of_its_own(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--model", tiny_model_dir, "--contexts", "[300]", "--new_tokens", 3, "--out", out]
+    assert bench_memory.main([str(word) for word in arguments]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["stock", "safe", "h2o"]
+    told = capsys.readouterr().out
+    for row in rows:
+        assert 100 * MIB < row["resting"] < row["peak"]
+        assert f"{row['peak_of_stock']:.3f}x" in told
+    assert bench_memory.main(["--model", str(tmp_path / "none")]) == 2
+    assert "stock at 2048 tokens: model directory" in capsys.readouterr().err
