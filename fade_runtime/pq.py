@@ -63,7 +63,7 @@ class PQCodebook:
         Raises:
             FadeError: sizes that do not fit, too few vectors, or numbers that are not finite in float16.
         """
-        from sklearn.cluster import KMeans  # type: ignore[import-untyped]
+        from sklearn.cluster import KMeans
 
         count, dim = vectors.shape
         check_sizes(dim, sub_dim, num_centroids)

@@ -56,3 +56,23 @@ def test_safe_is_three_times_smaller_in_bfloat16(real_model_dir: Path, ids: Tens
     assert report["compression"] >= 3.0
     assert report["tokens"]["EVICTED"] == 0
     assert report["full_bytes"] == 2 * 30 * 3 * 64 * PROMPT * 2
+
+
+LOW = FadeConfig(int4_budget=0, low_budget=None)  # every body token in 4-bit keys and 2-bit values
+
+
+@pytest.mark.slow
+def test_low_tier_is_four_times_smaller_and_close(real_model_dir: Path, ids: Tensor) -> None:
+    model, short = _load(real_model_dir, torch.float32), ids[:, : PROMPT + 32]
+    cache = create_tiered_cache(model, LOW)
+    for layer in cache.layers:  # what a 16-bit model would hold
+        layer.update(*torch.randn(2, 1, 3, PROMPT, 64, dtype=torch.bfloat16), kwargs={})
+        layer.compress()
+    assert cache.memory_report()["compression"] >= 4.0
+    logs = []
+    for each in (DynamicCache(config=model.config), create_tiered_cache(model, LOW)):
+        call = forward_kwargs(each, model)
+        model(short[:, :PROMPT], **call, logits_to_keep=1)
+        steps = [model(short[:, at : at + 1], **call).logits[:, -1] for at in range(PROMPT, PROMPT + 32)]
+        logs.append(torch.cat(steps).log_softmax(-1))
+    assert 1e-5 < float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean()) <= 0.02
