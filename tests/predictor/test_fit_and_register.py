@@ -111,7 +111,13 @@ def runs(client, name):
 
 
 def test_fit_leaves_the_best_epoch(fitted, traces):
-    assert {p.name for p in fitted.iterdir()} == {"best", "best.ckpt", "config.yaml", "layers.csv", "heads.csv"}
+    assert {p.name for p in fitted.iterdir()} == {
+        "best",
+        "best.ckpt",
+        "config.yaml",
+        "layers.csv",
+        "heads.csv",
+    }
     predictor = load_bundle(fitted / "best")
     assert predictor.spec == SPEC
     assert predictor.provenance == Traces(traces).provenance

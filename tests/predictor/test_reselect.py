@@ -49,8 +49,11 @@ def by_hand(batch, every, budget, rank):
     return sum(total) / len(total)
 
 
-@pytest.mark.parametrize("every", [1, 16])
-def test_board_agrees_with_a_loop(batch, every):
+@pytest.mark.parametrize(
+    ("every", "steps"), [(1, 40), (16, 40), (100, 100)]
+)  # in 100, blocks come and grow old
+def test_board_agrees_with_a_loop(make_batch, every, steps):
+    batch = make_batch([163, 230], steps=steps)
     board, net, budget = ReselectBoard(every, budgets=[0.6]), EmaBank(), 0.6
     board.update(net, batch)
     line, window, table = timeline(batch), 8, board.table()
