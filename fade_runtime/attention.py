@@ -115,6 +115,28 @@ def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | No
     return cpu.attend
 
 
+def is_causal(mask: Tensor | None, pad: Tensor) -> bool:
+    """Whether the mask of a prompt hides nothing but what is later and what is padding.
+
+    Args:
+        mask: [B or 1, 1 or Hq, S, S] over the prompt, or None. pad: [B] slots of left padding.
+
+    Example:
+        >>> seen = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+        >>> is_causal(seen, torch.tensor([0])), is_causal(seen, torch.tensor([2])), is_causal(None, torch.tensor([0]))
+        (True, False, True)
+    """
+    if mask is None:
+        return not bool(pad.any())
+    if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] != mask.shape[3]:
+        return False
+    right = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).tril()
+    return all(
+        torch.equal(row[0, start:, start:], right[start:, start:]) and not bool(row[0, start:, :start].any())
+        for row, start in zip(mask.expand(len(pad), -1, -1, -1), pad.tolist())
+    )
+
+
 def _full_bias(mask: Tensor | None, full: FullTokens, first: int, steps: int, heads: int) -> Tensor | None:
     """Additive bias [B, H or 1, G or 1, Q, n] of the full-precision tokens, or None if all are visible.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 import weakref
 from collections.abc import Callable
@@ -14,16 +13,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from fade_runtime import hf
-from fade_runtime.attention import tiered_attention
+from fade_runtime.attention import is_causal, tiered_attention
 from fade_runtime.config import FadeConfig
 from fade_runtime.planner import row_budgets
 from fade_runtime.policy import Policy, Prompt
 from fade_runtime.positions import Positions
-from fade_runtime.store import TokenStore
+from fade_runtime.store import TokenStore, check_tokens
 from fade_runtime.tiers import plan_tiers
 from fade_runtime.trim import give_back
 from predictor import rope
 from predictor.errors import FadeError
+from predictor.features import attention_and_mass
 
 if TYPE_CHECKING:
     from fade_runtime.pq import LayerCodebook
@@ -100,7 +100,7 @@ class TieredLayer(CacheLayerMixin):
         Raises:
             FadeError: another batch size, device or dtype than before, or keys or values that are not finite.
         """
-        self._check(key_states, value_states)
+        check_tokens(self.index, None if self.store is None else self.store.full.key, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.tokens.append(key_states, value_states)
@@ -113,28 +113,6 @@ class TieredLayer(CacheLayerMixin):
         key, value = self.materialise()
         self._compress_if_due()
         return key, value
-
-    def _check(self, key: Tensor, value: Tensor) -> None:
-        where = f"layer {self.index}"
-        if self.store is not None:
-            held = self.store.full.key
-            if key.shape[0] != held.shape[0]:
-                raise FadeError(
-                    f"the batch size changed from {held.shape[0]} to {key.shape[0]}; "
-                    "call cache.reset() before another batch"
-                )
-            for name in ("device", "dtype"):
-                before, now = getattr(held, name), getattr(key, name)
-                if before != now:
-                    raise FadeError(
-                        f"{where} holds tokens of {name} {before}, the model now gives {now}; call cache.reset()"
-                    )
-        # a GPU would have to be waited for in each layer of each step
-        if key.device.type == "cpu" and not math.isfinite(key.sum().item() + value.sum().item()):
-            bad = "keys" if not bool(key.isfinite().all()) else "values"
-            if bool(key.isfinite().all()) and bool(value.isfinite().all()):
-                return  # only their sum is out of range
-            raise FadeError(f"{where} was given {bad} that are not finite; check the model's dtype and input")
 
     def get_seq_length(self) -> int:
         """Logical tokens seen, never tokens kept."""
@@ -217,13 +195,12 @@ class TieredLayer(CacheLayerMixin):
         starts = store.seen == self._new
         if first_call and (starts or self._held) and self._new > 1 and self.config.chunked_prefill:
             self._held.append(query if self._keeps_state else query[:, :, :0])
-        out: Tensor | None = None
-        if not store.compressed:
+        begins = starts and first_call and not self._held
+        out = self._begin(query, scaling, self.seen, softcap is None, mask) if begins else None
+        if out is None and not store.compressed:
             key = self.positions.full_key(store)
             out = hf.dense_attention(module, query, key, store.full.value, mask, scaling, softcap)
-        if starts and first_call and not self._held:
-            self._begin(query, scaling, upto=self.seen)
-        elif out is None or (weights is not None and not self._held):
+        if not begins and (out is None or (weights is not None and not self._held)):
             tiered, to_full, to_body = self._tiered(query, mask, scaling, softcap, weights)
             out = tiered.transpose(1, 2) if out is None else out
             if to_full is not None:
@@ -264,21 +241,35 @@ class TieredLayer(CacheLayerMixin):
             assert state is not None
             (state if decay == 1 else state.mul_(decay)).add_(received)
 
-    def _begin(self, query: Tensor, scaling: float, upto: int) -> None:
-        """First statistics, from the queries of the whole prompt."""
+    def _begin(
+        self, query: Tensor, scaling: float, upto: int, plain: bool = False, mask: Tensor | None = None
+    ) -> Tensor | None:
+        """First statistics, from the queries of the whole prompt.
+
+        Returns:
+            The attention [B, Q, Hq, D] where it comes with them: on a CPU, if the policy wants what all queries see,
+            which SDPA would compute once more, and scores and mask are ``plain``. None elsewhere.
+        """
         store, full = self.tokens, self.tokens.full
         self.prompt = upto
         if full.state is None:
-            return
+            return None
         key = self.positions.full_key(store)[:, :, :upto]
+        fits = query.device.type == "cpu" and query.dtype == torch.float32 and not query.requires_grad
+        out, state = None, None
+        if self.policy.whole_prompt and plain and fits and is_causal(mask, store.pad):
+            out = query.new_zeros(*query.shape[:3], full.value.shape[3])
         for row, pad in enumerate(store.pad.tolist()):
             if pad >= upto:
                 continue
-            value = full.value[row, :, pad:upto]
-            prompt = Prompt(query[row, :, pad:], key[row, :, pad:], value, scaling, self._table)
-            state = self.policy.start(prompt)
+            given = query[row, :, pad:], key[row, :, pad:], full.value[row, :, pad:upto]
+            if out is not None:
+                out[row, :, pad:], state = attention_and_mass(*given, scaling)
+            else:
+                state = self.policy.start(Prompt(*given, scaling, self._table))
             if state is not None:
                 full.state[row, :, pad:upto] = state
+        return None if out is None else out.transpose(1, 2)
 
     def _table(self, count: int) -> rope.Table | None:
         """Rotary table of the first positions, for a policy."""

@@ -47,6 +47,7 @@ class Policy:
     name = "position"
     decay: float | None = None  # of the state, per step; None: no statistics
     gain: float = 1.0
+    whole_prompt = False  # the first state is `h2o_mass`: the attention of all queries of the prompt
 
     def __deepcopy__(self, memo: object) -> Policy:
         """A policy knows nothing of any text: copies of a cache share it."""
@@ -78,6 +79,7 @@ class H2O(Policy):
 
     name = "h2o"
     decay = 1.0
+    whole_prompt = True
 
     def start(self, prompt: Prompt) -> Tensor:
         """Mass over all queries of the prompt."""

@@ -151,6 +151,36 @@ def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Ten
     return mass * len(key) / len(query)
 
 
+@torch.no_grad()
+def attention_and_mass(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, chunk: int = 64
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a whole prompt, and what :func:`h2o_mass` gives, in one pass.
+
+    Args:
+        query: [Hq, S, D]. key: [H, S, D]. value: [H, S, Dv]. scaling: factor on the scores. chunk: queries at a time.
+
+    Returns:
+        output [Hq, S, Dv] in the dtype of the values; mass [H, S] float32.
+
+    Example:
+        >>> query, key, value = torch.randn(4, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8)
+        >>> out, mass = attention_and_mass(query, key, value, 8**-0.5)
+        >>> shared = [t.repeat_interleave(2, 0) for t in (key, value)]
+        >>> right = torch.nn.functional.scaled_dot_product_attention(query, *shared, is_causal=True)
+        >>> bool(torch.allclose(out, right, atol=1e-6)), bool(torch.equal(mass, h2o_mass(query, key, 8**-0.5)))
+        (True, True)
+    """
+    heads, slots = key.shape[:2]
+    out = value.new_empty(heads, len(query) // heads, slots, value.shape[2])
+    mass = torch.zeros(heads, slots, dtype=torch.float32, device=key.device)
+    for first, seen, shares in causal_shares(query, key, scaling, chunk):
+        got = torch.bmm(shares.to(value.dtype), value[:, :seen])  # [H, G x steps, Dv]
+        out[:, :, first:seen] = got.unflatten(1, (out.shape[1], -1))
+        mass[:, :seen] += shares.sum(1)
+    return out.flatten(0, 1), mass * heads / len(query)
+
+
 def block_sizes(slots: int, block: int) -> Tensor:
     """Number of real tokens in each of the ``ceil(slots / block)`` blocks, as [N] integers.
 

@@ -112,9 +112,9 @@ def _capture(model: Any, cache: TieredCache, ids: Tensor) -> tuple[Tensor, Tenso
     layer = cache.tiered[0]
     begin = layer._begin
 
-    def spy(query: Tensor, scaling: float, upto: int) -> None:
+    def spy(query: Tensor, *args: Any) -> Tensor | None:
         seen.append((query[0], layer.tokens.full.key[0], layer.tokens.full.value[0]))
-        begin(query, scaling, upto)
+        return begin(query, *args)
 
     layer._begin = spy  # type: ignore[method-assign]
     model(ids, **forward_kwargs(cache, model))
@@ -212,5 +212,5 @@ def test_predictor_of_another_model_is_refused(tiny_model: Callable[..., Any], t
 def test_presets_choose_the_predictor_when_there_is_one(tmp_path: Path) -> None:
     assert FadeConfig.balanced().eviction_policy == "h2o"
     assert FadeConfig.aggressive(predictor="x").eviction_policy == "learned"
-    assert not FadeConfig.safe().evicts
+    assert not FadeConfig.safe().ranks
     assert FadeConfig.balanced(n_sink=7).n_sink == 7
