@@ -117,7 +117,7 @@ def plan_tiers(
     Example:
         >>> plan = plan_tiers(torch.tensor([.1, .9, .5, .2]), torch.tensor([0, 0, 0, 1]),
         ...                   Budgets(int4=torch.tensor([1, 1]), low=torch.tensor([1, 0])))
-        >>> [Tier(t).name for t in plan.tiers]
+        >>> [Tier(t).name for t in plan.tiers.tolist()]
         ['EVICTED', 'INT4', 'INT2', 'INT4']
     """
     now = torch.full_like(rows, Tier.INT4, dtype=torch.int8) if tiers is None else tiers.to(torch.int8)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.trace import Traces
-from pipelines.certify import THIS, HeldOutTexts, as_facts, verdict
+from pipelines.certify import CLOSED_FORM, THIS, HeldOutTexts, as_facts, verdict
 from pipelines.cli import run
 from predictor.budgets import HeadBudgets, learn_budgets
 from predictor.bundle import Predictor, load_bundle, save_bundle
@@ -44,7 +44,8 @@ def register(
     model: KL on average, KL of the worst text, KL where the text is a copy, top-1. Writes a bundle with all of it and
     registers it as the next version. The alias is set when its recovery is at least that of the best heuristic, and in
     the cache it is nowhere worse than position, h2o, ema, or the untrained closed form with head budgets of its own,
-    and somewhere better than the heuristics; otherwise one line says why not and the exit status is 3.
+    and somewhere better than the heuristics; otherwise one line says why not and the exit status is 3. Where only the
+    closed form with its head budgets is better than the trained network, it is registered and promoted instead.
 
     Args:
         checkpoint: folder that ``lightning fit`` wrote (its option ``output``), or a bundle.
@@ -77,55 +78,93 @@ def register(
         )
     from predictor.scoreboard import GATE, best_heuristic
 
-    board = evaluate(predictor, traces)
-    table = board.table()
+    predictor.budgets = head_budgets(predictor.net, traces)
+    trained = Candidate(predictor, evaluate(predictor, traces))
+    table = trained.board.table()
     print(format_table(table))
     best, mark = best_heuristic(table)
     reached = table["net"][GATE]
-    predictor.budgets = head_budgets(predictor.net, traces)
-    promoted = reached >= mark
-    reason = f"recovery {reached:.4f} at budget {GATE} against {mark:.4f} of {best}, the best heuristic"
-    certificate = None
-    if promoted:
-        closed_form = Predictor(TokenMLP(), predictor.spec, predictor.provenance)
+    trained.promoted = reached >= mark
+    trained.reason = f"recovery {reached:.4f} at budget {GATE} against {mark:.4f} of {best}, the best heuristic"
+    candidates = [trained]
+    if trained.promoted:
+        closed_form = Predictor(TokenMLP(), predictor.spec, predictor.provenance, manifest=predictor.manifest)
         closed_form.budgets = head_budgets(closed_form.net, traces)
         texts = HeldOutTexts(model, held_out, held_out_documents, context, steps)
-        certificate = texts.certificate(predictor, closed_form, budget, not_from=sources(collection))
-        promoted, reason = verdict(certificate["figures"])
+        trained.certificate = texts.certificate(predictor, closed_form, budget, not_from=sources(collection))
+        trained.promoted, trained.reason = verdict(trained.certificate["figures"])
+        if not trained.promoted:
+            candidates += closed_form_instead(trained, closed_form, traces)
 
-    folder = save_bundle(
-        Path(bundle or f"artefacts/bundles/{name}"),
+    where = Path(bundle or f"artefacts/bundles/{name}")
+    for candidate, folder in zip(candidates, (where, where.with_name(f"{where.name}-closed-form"))):
+        version = publish(candidate, folder, name, alias, tracking_uri)
+        print(f"bundle {folder}, version {version} of {name}")
+        if candidate.promoted:
+            print(f"promoted: {candidate.reason}\nuse it as: models:/{name}@{alias}")
+            return 0
+        print(
+            f"not promoted: {candidate.reason}; train longer or on more documents, or use models:/{name}/{version} as "
+            "it is",
+            file=sys.stderr,
+        )
+    print(f"alias {alias} stays where it was", file=sys.stderr)
+    return NOT_PROMOTED
+
+
+@dataclass
+class Candidate:
+    """A predictor, its scoreboard, what it cost in the cache, and what that means."""
+
+    predictor: Predictor
+    board: Any
+    certificate: dict[str, Any] | None = None
+    promoted: bool = False
+    reason: str = ""
+
+
+def closed_form_instead(trained: Candidate, closed_form: Predictor, traces: str) -> list[Candidate]:
+    """The closed form with head budgets of its own, if the heuristics are no match for it: then it is to be used."""
+    assert trained.certificate is not None
+    figures = trained.certificate["figures"]
+    promoted, reason = verdict({**figures, THIS: figures[CLOSED_FORM]})
+    if not promoted:
+        return []
+    renamed = {THIS: figures[CLOSED_FORM], "trained network": figures[THIS]}
+    rest = {name: each for name, each in figures.items() if name not in (THIS, CLOSED_FORM)}
+    certificate = {**trained.certificate, "figures": renamed | rest}
+    print("the trained network does not serve the cache better than the closed form, which takes its place")
+    return [Candidate(closed_form, evaluate(closed_form, traces), certificate, promoted, f"closed form, {reason}")]
+
+
+def publish(candidate: Candidate, folder: Path, name: str, alias: str, tracking_uri: str | None) -> int:
+    """Write the bundle, register it, set the alias if it is promoted; returns the version."""
+    from predictor.scoreboard import GATE, best_heuristic
+
+    predictor, certificate = candidate.predictor, candidate.certificate
+    save_bundle(
+        folder,
         predictor.net,
         spec=predictor.spec,
         provenance=predictor.provenance,
-        metrics=board.values(),
+        metrics=candidate.board.values(),
         manifest=predictor.manifest,
         budgets=predictor.budgets,
         certificate=None if certificate is None else as_facts(certificate),
     )
+    table = candidate.board.table()
+    best, mark = best_heuristic(table)
     tags = {
         "kind": predictor.net.kind,
-        f"recovery_at_{GATE}": f"{reached:.5f}",
+        f"recovery_at_{GATE}": f"{table['net'][GATE]:.5f}",
         "best_heuristic": best,
         f"best_heuristic_recovery_at_{GATE}": f"{mark:.5f}",
-        "traces_sha256": facts["traces_sha256"],
-        "verdict": reason,
+        "traces_sha256": predictor.manifest["traces_sha256"],
+        "verdict": candidate.reason,
         **certificate_tags(certificate),
     }
-    version = register_bundle(
-        folder, name, alias=alias if promoted else None, tags=tags, tracking_uri=tracking_uri
-    )
-    print(f"bundle {folder}, version {version} of {name}")
-    if not promoted:
-        print(
-            f"not promoted: {reason}; alias {alias} stays where it was. Train longer or on more documents, "
-            f"or use models:/{name}/{version} as it is.",
-            file=sys.stderr,
-        )
-        return NOT_PROMOTED
-    print(f"promoted: {reason}")
-    print(f"use it as: models:/{name}@{alias}")
-    return 0
+    promoted = alias if candidate.promoted else None
+    return register_bundle(folder, name, alias=promoted, tags=tags, tracking_uri=tracking_uri)
 
 
 def certificate_tags(certificate: dict[str, Any] | None) -> dict[str, str]:

@@ -92,7 +92,7 @@ def test_a_prompt_that_all_caches_read_at_once_fills_each_as_its_own_would(
     together = compare(tiny_model(), METHODS, tokens, STEPS)
     for index, method in enumerate(METHODS[1:], 1):
         _, alone = compare(tiny_model(), [METHODS[0], method], tokens, STEPS)
-        assert alone.kl == together[index].kl
+        assert alone.kl == pytest.approx(together[index].kl, rel=1e-3, abs=1e-6)  # h2o reads the prompt in one pass
         assert alone.resident_bytes == together[index].resident_bytes
 
 

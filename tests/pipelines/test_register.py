@@ -16,7 +16,15 @@ from fade_runtime import FadeConfig
 from pipelines.certify import THIS, Figures, certify, copy_of, verdict
 from pipelines.cli import run
 from pipelines.measure import Method, compare
-from pipelines.register import NOT_PROMOTED, register, trace_facts
+from pipelines.register import (
+    NOT_PROMOTED,
+    Candidate,
+    closed_form_instead,
+    evaluate,
+    publish,
+    register,
+    trace_facts,
+)
 from predictor.bundle import load_bundle, save_bundle
 from predictor.nets import TokenMLP
 from predictor.registry import _client, load_predictor
@@ -155,11 +163,35 @@ def test_what_serves_the_cache_worse_is_not_promoted(
         tmp_path / "bad", predictor.net, spec=predictor.spec, provenance=predictor.provenance, metrics={},
         manifest=predictor.manifest,
     )  # fmt: skip
-    assert registers(bad, "guarded") == NOT_PROMOTED
-    assert capsys.readouterr().err.splitlines()[-1].startswith("not promoted: ")
-    assert not _client(store).get_registered_model("guarded").aliases
-    version = _client(store).get_model_version("guarded", "1")
-    assert "is worse than" in version.tags["verdict"]
+    status = registers(bad, "guarded")
+    told = capsys.readouterr()
+    assert "not promoted: " in told.err
+    client = _client(store)
+    assert "is worse than" in client.get_model_version("guarded", "1").tags["verdict"]
+    champions = {name: int(v) for name, v in client.get_registered_model("guarded").aliases.items()}
+    assert champions == ({} if status == NOT_PROMOTED else {"champion": 2})  # at most the closed form instead
+
+
+def test_the_closed_form_takes_the_place_of_a_network_that_it_beats(
+    closed: Path, tiny_traces: Path, store: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    predictor, closed_form = load_bundle(closed), load_bundle(closed)
+    poor = Figures(0.05, 0.08, 0.93, 1.2, 9.0)
+    about = {"documents": 1, "sources": "x", "context": 9, "steps": 2, "budget": 0.25}
+    figures = {THIS: Figures(0.03, 0.04, 0.97, 0.1, 9.0), "closed form": GOOD, "h2o": poor}
+    trained = Candidate(predictor, evaluate(predictor, str(tiny_traces)), {**about, "figures": figures})
+    (instead,) = closed_form_instead(trained, closed_form, str(tiny_traces))
+    assert "takes its place" in capsys.readouterr().out
+    assert instead.reason == "closed form, KL 0.0100 against 0.0500 of h2o, the best heuristic"
+    publish(trained, tmp_path / "net", "swap", "champion", store)
+    publish(instead, tmp_path / "closed", "swap", "champion", store)
+    champion = load_predictor("models:/swap@champion", tracking_uri=store)
+    assert int(_client(store).get_model_version_by_alias("swap", "champion").version) == 2
+    assert champion.certificate is not None
+    assert champion.certificate["figures"][THIS]["kl"] == 0.01
+    assert champion.certificate["figures"]["trained network"]["kl"] == 0.03
+    figures["h2o"] = GOOD  # where a heuristic is as good, nothing takes its place
+    assert closed_form_instead(trained, closed_form, str(tiny_traces)) == []
 
 
 @pytest.mark.parametrize(

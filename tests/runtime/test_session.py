@@ -253,7 +253,7 @@ def test_an_empty_cache_is_a_session_too(tiny: Any, tmp_path: Path) -> None:
     used.load_session(create_tiered_cache(tiny, used.config).save_session(tmp_path / "empty"))
     assert used.get_seq_length() == 0
     assert torch.equal(
-        feed(tiny, used, 0, 60, step=60), feed(tiny, create_tiered_cache(tiny), 0, 60, step=60)
+        feed(tiny, used, 0, 60, step=60), feed(tiny, create_tiered_cache(tiny, used.config), 0, 60, step=60)
     )
 
 
