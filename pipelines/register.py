@@ -88,7 +88,8 @@ def register(
     trained.reason = f"recovery {reached:.4f} at budget {GATE} against {mark:.4f} of {best}, the best heuristic"
     candidates = [trained]
     if trained.promoted:
-        closed_form = Predictor(TokenMLP(), predictor.spec, predictor.provenance, manifest=predictor.manifest)
+        untrained = {**predictor.manifest, "epoch": 0}
+        closed_form = Predictor(TokenMLP(), predictor.spec, predictor.provenance, manifest=untrained)
         closed_form.budgets = head_budgets(closed_form.net, traces)
         texts = HeldOutTexts(model, held_out, held_out_documents, context, steps)
         trained.certificate = texts.certificate(predictor, closed_form, budget, not_from=sources(collection))
