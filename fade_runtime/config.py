@@ -223,12 +223,12 @@ class FadeConfig:
 
     @classmethod
     def balanced(cls, predictor: str | Path | Predictor | None = None, **options: Any) -> FadeConfig:
-        """Half of the context kept in the body, by the predictor if one is given, else by h2o."""
-        return cls._evicting(0.5, predictor, options)
+        """About 6 times smaller at 2,048 tokens: 43 % of the context kept, by the predictor or else by h2o."""
+        return cls._evicting(0.43, predictor, options)
 
     @classmethod
     def aggressive(cls, predictor: str | Path | Predictor | None = None, **options: Any) -> FadeConfig:
-        """A fifth of the context kept in the body, by the predictor if one is given, else by h2o."""
+        """About 10 times smaller at 2,048 tokens: a fifth of the context kept, by the predictor or else by h2o."""
         return cls._evicting(0.2, predictor, options)
 
     @classmethod

@@ -86,7 +86,7 @@ def test_the_built_in_prompt_is_long_and_ends_in_a_question(
     [
         ((None, None, None, None), FadeConfig.safe()),
         ((None, "safe", None, None), FadeConfig.safe()),
-        ((None, None, "ema", None), FadeConfig(int4_budget=0.5, eviction_policy="ema")),
+        ((None, None, "ema", None), FadeConfig(int4_budget=0.43, eviction_policy="ema")),
         ((None, "aggressive", None, 0.1), FadeConfig.aggressive(int4_budget=0.1)),
         ((None, None, None, 128), FadeConfig.balanced(int4_budget=128)),
         (("a/bundle", None, None, None), FadeConfig.balanced(predictor="a/bundle")),
