@@ -47,10 +47,11 @@ class Text(NamedTuple):
 
 
 def builtin_families(seed: int, only: str = "") -> list[Iterator[Text]]:
-    """Open the four families of the built-in corpus, each a lazy stream in an order drawn from ``seed``.
+    """Open the families of the built-in corpus, each a lazy stream in an order drawn from ``seed``.
 
     Args:
-        seed: of the order. only: the one family that is wanted, by default all.
+        seed: of the order. only: the one family that is wanted, by default the four to train on; "readmes", what
+            installed packages say of themselves, is there to test on, and comes by its name only.
 
     Raises:
         FadeError: there is no such family.
@@ -68,18 +69,15 @@ def builtin_families(seed: int, only: str = "") -> list[Iterator[Text]]:
         "stdlib-source": _sources("stdlib-source", [file for file in stdlib if _reads_as_source(file)]),
         "package-docs": _docstrings("package-docs", _shuffled(_package_files(), seed)),
     }
-    if only and only not in families:
+    if not only:
+        return list(families.values())
+    families["readmes"] = _readmes(seed)
+    if only not in families:
         raise FadeError(f"text source builtin:{only} is not known; the families are {', '.join(families)}")
-    return [families[only]] if only else list(families.values())
+    return [families[only]]
 
 
-def builtin_readmes(seed: int) -> Iterator[Text]:
-    """Stream the front pages of installed packages, a source that no training text comes from.
-
-    Example:
-        >>> next(builtin_readmes(seed=0)).source
-        'readmes'
-    """
+def _readmes(seed: int) -> Iterator[Text]:
     pages = {one.metadata["Name"]: one.read_text("METADATA") or "" for one in distributions()}
     names = sorted(name for name, page in pages.items() if name and len(page) >= MIN_README)
     for name in random.Random(f"corpus {seed}").sample(names, len(names)):

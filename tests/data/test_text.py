@@ -48,6 +48,13 @@ def test_builtin_documents_are_long_enough_and_from_every_family(builtin: list[D
     assert len({one.id for one in builtin}) == len(builtin)
 
 
+def test_front_pages_are_read_by_their_name_only(builtin: list[Document]) -> None:
+    (one,) = load_documents(["builtin:readmes"], train=0, validation=1, length=5000)
+    assert one.source == "readmes"
+    assert all(origin.startswith("readmes/") for origin in one.origins)
+    assert "readmes" not in {document.source for document in builtin}
+
+
 def test_no_passage_stands_in_two_documents(builtin: list[Document]) -> None:
     counts = Counter(passage for one in builtin for passage in set(long_passages(one.text)))
     assert len(counts) > 300

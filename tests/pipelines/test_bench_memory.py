@@ -80,7 +80,7 @@ def test_each_cache_runs_in_a_process_of_its_own(tiny_model_dir: Path, tmp_path:
     assert [row["method"] for row in rows] == ["stock", "safe", "h2o"]
     told = capsys.readouterr().out
     for row in rows:
-        assert 100 * MIB < row["resting"] < row["peak"]
+        assert 100 * MIB < row["resting"] <= row["peak"]
         assert f"{row['peak_of_stock']:.3f}x" in told
     assert bench_memory.main(["--model", str(tmp_path / "none")]) == 2
     assert "stock at 2048 tokens: model directory" in capsys.readouterr().err
