@@ -299,7 +299,7 @@ def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]
         quality_against_bytes(
             aside / "quality.png",
             methods,
-            f"{Path(settings['model']).name}, {settings['context']:,} tokens, budget {settings['budget']:.0%}",
+            f"{Path(settings['model']).name}, {settings['context']:,} tokens",
         )
         if picture is not None:
             plots["attention.png"] = "Recorded attention, its forecast, and the mean of both over the steps."
