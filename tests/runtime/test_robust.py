@@ -105,12 +105,13 @@ def test_a_copy_of_the_cache_goes_its_own_way(model: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ahead, behind))
 
 
-def test_two_caches_in_two_threads_do_not_mix(tiny_model: Callable[..., Any]) -> None:
+def test_two_caches_in_two_threads_do_not_mix(
+    tiny_model: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
     models = [tiny_model(seed=0), tiny_model("qwen2", seed=1), tiny_model(seed=0)]
     configs = [LOSSY, LOSSY.with_options(eviction_policy="ema"), FadeConfig.safe(recent_window=8)]
 
     def run(index: int, out: dict[int, Tensor]) -> None:
-        torch.set_num_threads(1)
         out[index] = models[index].generate(
             _ids(2, 60, index),
             past_key_values=create_tiered_cache(models[index], configs[index]),
@@ -118,6 +119,9 @@ def test_two_caches_in_two_threads_do_not_mix(tiny_model: Callable[..., Any]) ->
             do_sample=False,
         )
 
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    torch.set_num_threads(1)  # two pools on few cores crawl
     alone: dict[int, Tensor] = {}
     for index in range(3):
         run(index, alone)

@@ -156,7 +156,8 @@ def resumed(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         fed = play(model, cache, case)
         save_session(cache, folder / case)
         expected[case] = play_on(model, cache, fed)
-    code = (
+    code = (  # as many threads as here: sums in another order round differently
+        f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
         f"from tests.runtime.test_session import resume_all; resume_all({str(folder)!r}, {list(expected)!r})"
     )
     done = subprocess.run(
