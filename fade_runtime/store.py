@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 Body = Union[PackedTokens, "PQTokens"]
 # rows, slots, statistics or None, present tiers of body tokens, each [T] -> the tiers they are to have
 Planner = Callable[[Tensor, Tensor, "Tensor | None", Tensor], Tensor]
-Turn = Callable[
-    ["TokenStore", Tensor, Tensor, Tensor], Tensor
-]  # keys [T, D], rows, slots [T] -> keys un-rotated
 
 
 class TokenStore:

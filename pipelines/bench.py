@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -43,7 +42,7 @@ def decode(
     import torch
 
     from data.lm import load_lm
-    from pipelines.report import machine
+    from pipelines.report import add_jsonl, machine
 
     for name, value in (("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0))):
         if value < 1:
@@ -52,11 +51,7 @@ def decode(
     lm, _ = load_lm(model, "float32")
     rows = [row for context in contexts for row in _decode_rows(lm, context, steps)]
     if out is not None:
-        with open(out, "a", encoding="utf-8") as lines:
-            for row in rows:
-                lines.write(
-                    json.dumps({**row, "model": Path(model).name, "threads": threads, **machine()}) + "\n"
-                )
+        add_jsonl(Path(out), [{**row, "model": Path(model).name, "threads": threads, **machine()} for row in rows])
     print(
         f"{'context':>8} {'cache':<16} {'ms/step':>8} {'tokens/s':>9} {'of stock':>9} {'of static':>9} {'MiB':>7}"
     )

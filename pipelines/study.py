@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from predictor.budgets import SHARES, HeadBudgets, learn_budgets, lost_attention
 from predictor.errors import FadeError
 from predictor.nets import ScoreNet, TokenMLP
 from predictor.scoreboard import token_scores
-
-Batches = Callable[[Sequence[int]], Iterator[dict[str, Tensor]]]
 
 
 def study(
@@ -60,7 +58,7 @@ def study(
     rows = _Rows(module, net)
     drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
     order = [train[index] for index in drawn]
-    validation = list(rows.of("validation"))
+    validation = rows.read("validation")
     text = [f"# Head budgets of {traces}", "", *size_table(rows, order, validation, sizes, budgets), ""]
     text += stability(rows, [order[part::parts] for part in range(parts)], budgets)
     print("\n".join(text))
@@ -74,11 +72,7 @@ class _Rows:
 
     def __init__(self, module: Any, net: ScoreNet) -> None:
         self.module, self.net = module, net
-        self._train = [self._slim(batch) for batch in self._read("train")]
-
-    def of(self, split: str) -> Iterator[dict[str, Tensor]]:
-        """All batches of a split."""
-        yield from self._train if split == "train" else map(self._slim, self._read(split))
+        self._train = self.read("train")
 
     def train(self, documents: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Rows of these training documents."""
@@ -88,11 +82,12 @@ class _Rows:
             if bool(chosen.any()):
                 yield {name: tensor[chosen] for name, tensor in batch.items()}
 
-    def _read(self, split: str) -> Iterator[dict[str, Tensor]]:
+    def read(self, split: str) -> list[dict[str, Tensor]]:
+        """All batches of a split."""
         from tqdm import tqdm
 
         loader = self.module.train_dataloader() if split == "train" else self.module.val_dataloader()
-        yield from tqdm(loader, desc=f"Reading {split} rows", unit="batch")
+        return [self._slim(batch) for batch in tqdm(loader, desc=f"Reading {split} rows", unit="batch")]
 
     def _slim(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         wanted = ("target_max", "target_sum", "eligible", "length", "layer", "head", "doc")
