@@ -18,24 +18,30 @@
 #define PIECE (PAGE * PIECE_PAGES)
 
 typedef struct {
-    int64_t rows, queries, dim, groups, pages, full, key_stride, value_stride, threads;
-    int64_t key_bits, value_bits, low_key_bits, low_value_bits;
-    const float *query;             /* [rows, queries, dim] */
-    const float *key, *value;       /* [rows, full, dim], a row every key_stride, value_stride floats */
-    const float *bias;              /* [rows, queries, full], or NULL */
-    const float *packed_bias;       /* [tokens, queries], or NULL */
-    const float *weights;           /* [queries], or NULL: no statistics */
+    int64_t pages, key_bits, value_bits, low_key_bits, low_value_bits;
     const int32_t *page_len, *page_low, *page_row;
     const uint8_t *key_codes, *value_codes, *low_key_codes, *low_value_codes;
     const uint16_t *key_scale, *key_zero, *value_scale, *value_zero; /* float16 */
+    const float *bias;              /* [tokens, queries], or NULL */
+    float *mass;                    /* [tokens]; written if there are weights */
+} packed;
+
+typedef struct {
+    int64_t rows, queries, dim, groups, parts, full, key_stride, value_stride, threads;
+    const float *query;             /* [rows, queries, dim] */
+    const float *key, *value;       /* [rows, full, dim], a row every key_stride, value_stride floats */
+    const float *bias;              /* [rows, queries, full], or NULL */
+    const float *weights;           /* [queries], or NULL: no statistics */
+    const packed *part;             /* [parts] */
     float *out;                     /* [rows, queries, dim] */
-    float *mass, *packed_mass;      /* [rows, full], [tokens]; written if there are weights */
+    float *mass;                    /* [rows, full]; written if there are weights */
     float softcap;                  /* 0: none */
 } call;
 
 typedef struct {
-    int64_t row, page, pages;       /* pages 0: full-precision tokens */
-    int64_t first, low, tokens;     /* place among the packed (full-precision) tokens, among the low ones; count */
+    const packed *part;             /* NULL: full-precision tokens */
+    int64_t row, page, pages;
+    int64_t first, low, tokens;     /* place among the part's (full-precision) tokens, among its low ones; count */
     float *probs;                   /* [queries, tokens + LANES] relative to top; NULL: not kept */
     float *top, *sum, *acc;         /* [queries], [queries], [queries, dim]: the piece's softmax */
 } piece;
@@ -104,15 +110,15 @@ static void full_piece(const call *c, const piece *p, float *probs) {
 }
 
 /* Scores of a page under up to BLOCK queries; scratch: 2 + 2 * BLOCK + PAGE vectors. */
-static void page_scores(const call *c, const float *query, int count, int64_t page, int64_t high, int64_t low,
-                        float *scratch, float *line, int64_t stride) {
-    const int64_t dim = c->dim, few = c->page_low[page], many = c->page_len[page] - few;
+static void page_scores(const packed *part, int64_t dim, const float *query, int count, int64_t page, int64_t high,
+                        int64_t low, float *scratch, float *line, int64_t stride) {
+    const int64_t few = part->page_low[page], many = part->page_len[page] - few;
     float *scale = scratch, *zero = scale + dim, *folded = zero + dim, *low_folded = folded + BLOCK * dim;
     float *tile = low_folded + BLOCK * dim, constant[BLOCK];
-    int bits = (int)c->key_bits, low_bits = (int)c->low_key_bits;
+    int bits = (int)part->key_bits, low_bits = (int)part->low_key_bits;
     const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
-    to_float(c->key_scale + page * dim, dim, scale);
-    to_float(c->key_zero + page * dim, dim, zero);
+    to_float(part->key_scale + page * dim, dim, scale);
+    to_float(part->key_zero + page * dim, dim, zero);
     for (int q = 0; q < count; q++) {
         vec offset = {0};
         for (int64_t d = 0; d < dim; d += LANES) {
@@ -123,14 +129,14 @@ static void page_scores(const call *c, const float *query, int count, int64_t pa
         }
         constant[q] = total(offset);
     }
-    fetch_ahead(c->key_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
-    fetch_ahead(c->low_key_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
+    fetch_ahead(part->key_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
+    fetch_ahead(part->low_key_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
     if (many) {
-        const uint8_t *codes = ready(c->key_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
+        const uint8_t *codes = ready(part->key_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
         any_dots(codes, bits, many, dim, folded, constant, count, line, stride);
     }
     if (few) {
-        const uint8_t *codes = ready(c->low_key_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
+        const uint8_t *codes = ready(part->low_key_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
         any_dots(codes, low_bits, few, dim, low_folded, constant, count, line + many, stride);
     }
 }
@@ -144,16 +150,15 @@ static void by_group(const uint16_t *from, int64_t n, int64_t groups, float *scr
 }
 
 /* Add a page's values to acc; scratch: PAGE * (2 * groups + BLOCK * groups + dim) floats. */
-static void page_values(const call *c, const float *probs, int64_t stride, int count, int64_t page, int64_t token,
-                        int64_t high, int64_t low, float *scratch, float *acc) {
-    const int64_t dim = c->dim, groups = c->groups, width = dim / groups, n = c->page_len[page];
-    const int64_t few = c->page_low[page], many = n - few;
+static void page_values(const packed *part, int64_t dim, int64_t groups, const float *probs, int64_t stride, int count,
+                        int64_t page, int64_t token, int64_t high, int64_t low, float *scratch, float *acc) {
+    const int64_t width = dim / groups, n = part->page_len[page], few = part->page_low[page], many = n - few;
     float *scale = scratch, *zero = scale + PAGE * groups, *weight = zero + PAGE * groups;
     float *tile = weight + BLOCK * PAGE * groups;
-    int bits = (int)c->value_bits, low_bits = (int)c->low_value_bits;
+    int bits = (int)part->value_bits, low_bits = (int)part->low_value_bits;
     const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
-    by_group(c->value_scale + token * groups, n, groups, tile, scale);
-    by_group(c->value_zero + token * groups, n, groups, tile, zero);
+    by_group(part->value_scale + token * groups, n, groups, tile, scale);
+    by_group(part->value_zero + token * groups, n, groups, tile, zero);
     for (int64_t g = 0; g < groups; g++)
         for (int64_t t = many; t < n; t++) scale[g * PAGE + t] *= ratio;
     for (int64_t g = 0; g < groups; g++)
@@ -168,14 +173,14 @@ static void page_values(const call *c, const float *probs, int64_t stride, int c
             const float all = total(offset);
             for (int64_t d = 0; d < width; d += LANES) store(sum + d, load(sum + d) + all);
         }
-    fetch_ahead(c->value_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
-    fetch_ahead(c->low_value_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
+    fetch_ahead(part->value_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
+    fetch_ahead(part->low_value_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
     if (many) {
-        const uint8_t *codes = ready(c->value_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
+        const uint8_t *codes = ready(part->value_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
         any_weigh(codes, bits, many, dim, groups, weight, count, acc);
     }
     if (few) {
-        const uint8_t *codes = ready(c->low_value_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
+        const uint8_t *codes = ready(part->low_value_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
         any_weigh(codes, low_bits, few, dim, groups, weight + many, count, acc);
     }
 }
@@ -186,36 +191,40 @@ static int64_t scratch_floats(const call *c) {
 }
 
 static void packed_piece(const call *c, const float *rotated, const piece *p, float *probs, float *scratch) {
+    const packed *part = p->part;
     const int64_t dim = c->dim, stride = p->tokens + LANES;
     for (int pass = 0; pass < 2; pass++) {
         int64_t done = 0, low = p->low, high = p->first - p->low;
         for (int64_t page = p->page; page < p->page + p->pages; page++) {
             for (int64_t q = 0; q < c->queries; q += BLOCK) {
                 const int count = (int)least(BLOCK, c->queries - q);
+                const float *query = rotated + (p->row * c->queries + q) * dim;
                 float *line = probs + q * stride + done;
-                if (pass == 0)
-                    page_scores(c, rotated + (p->row * c->queries + q) * dim, count, page, high, low, scratch, line, stride);
+                if (pass == 0) page_scores(part, dim, query, count, page, high, low, scratch, line, stride);
                 else
-                    page_values(c, line, stride, count, page, p->first + done, high, low, scratch, p->acc + q * dim);
+                    page_values(part, dim, c->groups, line, stride, count, page, p->first + done, high, low, scratch,
+                                p->acc + q * dim);
             }
-            done += c->page_len[page];
-            low += c->page_low[page], high += c->page_len[page] - c->page_low[page];
+            done += part->page_len[page];
+            low += part->page_low[page], high += part->page_len[page] - part->page_low[page];
         }
         for (int64_t q = 0; q < c->queries && pass == 0; q++) {
-            const float *bias = c->packed_bias ? c->packed_bias + p->first * c->queries + q : NULL;
+            const float *bias = part->bias ? part->bias + p->first * c->queries + q : NULL;
             finish(c, probs + q * stride, p->tokens, bias, c->queries);
             softmax(probs + q * stride, p->tokens, p->top + q, p->sum + q);
         }
     }
 }
 
+static float *mass_of(const call *c, const piece *p) {
+    return p->part ? p->part->mass + p->first : c->mass + p->row * c->full + p->first;
+}
+
 /* Merge the pieces of a row into its output, and its statistics. */
 static void merge(const call *c, const piece *from, const piece *to, float *out, float *rotated) {
     const int64_t dim = c->dim;
-    for (const piece *p = from; p < to && c->weights; p++) {
-        float *mass = p->pages ? c->packed_mass + p->first : c->mass + p->row * c->full + p->first;
-        memset(mass, 0, sizeof(float) * (size_t)p->tokens);
-    }
+    for (const piece *p = from; p < to && c->weights; p++)
+        memset(mass_of(c, p), 0, sizeof(float) * (size_t)p->tokens);
     for (int64_t q = 0; q < c->queries; q++, out += dim) {
         float top = -FLT_MAX, total = 0.0f;
         for (const piece *p = from; p < to; p++) top = p->top[q] > top ? p->top[q] : top;
@@ -225,10 +234,10 @@ static void merge(const call *c, const piece *from, const piece *to, float *out,
         for (const piece *p = from; p < to && total > 0.0f; p++) {
             const float share = exp_one(p->top[q] - top) / total;
             const float *acc = p->acc + q * dim;
-            float *sum = p->pages ? rotated : out;
+            float *sum = p->part ? rotated : out;
             for (int64_t d = 0; d < dim; d++) sum[d] += share * acc[d];
             if (c->weights) {
-                float *mass = p->pages ? c->packed_mass + p->first : c->mass + p->row * c->full + p->first;
+                float *mass = mass_of(c, p);
                 const float *probs = p->probs + q * (p->tokens + LANES);
                 for (int64_t t = 0; t < p->tokens; t++) mass[t] += c->weights[q] * share * probs[t];
             }
@@ -240,17 +249,22 @@ static void merge(const call *c, const piece *from, const piece *to, float *out,
 
 /* -- the call ----------------------------------------------------------------------------------------------------- */
 
-/* Pieces in the order of rows; returns their number. `starts` [rows + 1]: of each row. */
-static int64_t cut(const call *c, piece *pieces, int64_t *starts) {
-    int64_t count = 0, page = 0, token = 0, low = 0;
+/* Pieces in the order of rows; returns their number. `starts` [rows + 1]: of each row; `open` [parts]: scratch. */
+static int64_t cut(const call *c, piece *pieces, int64_t *starts, piece *open) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < c->parts; i++) open[i] = (piece){.part = c->part + i};
     for (int64_t row = 0; row < c->rows; row++) {
         starts[row] = count;
-        while (page < c->pages && c->page_row[page] == row) {
-            piece *p = pieces + count++;
-            *p = (piece){.row = row, .page = page, .first = token, .low = low};
-            for (; p->pages < PIECE_PAGES && page < c->pages && c->page_row[page] == row; p->pages++, page++)
-                token += c->page_len[page], low += c->page_low[page];
-            p->tokens = token - p->first;
+        for (piece *p = open; p < open + c->parts; p++) {
+            const packed *part = p->part;
+            while (p->page < part->pages && part->page_row[p->page] == row) {
+                int64_t page = p->page, low = p->low;
+                for (p->row = row, p->pages = 0, p->tokens = 0;
+                     p->pages < PIECE_PAGES && page < part->pages && part->page_row[page] == row; p->pages++, page++)
+                    p->tokens += part->page_len[page], low += part->page_low[page];
+                pieces[count++] = *p;
+                p->page = page, p->first += p->tokens, p->low = low;
+            }
         }
         for (int64_t first = 0; first < c->full; first += PIECE)
             pieces[count++] = (piece){.row = row, .first = first, .tokens = least(PIECE, c->full - first)};
@@ -273,7 +287,7 @@ static void *work(void *given) {
         if (i >= w->count) return NULL;
         const piece *p = w->pieces + i;
         float *probs = p->probs ? p->probs : w->scratch + scratch_floats(w->c) - w->c->queries * (PIECE + LANES);
-        if (p->pages) packed_piece(w->c, w->rotated, p, probs, w->scratch);
+        if (p->part) packed_piece(w->c, w->rotated, p, probs, w->scratch);
         else full_piece(w->c, p, probs);
     }
 }
@@ -281,14 +295,16 @@ static void *work(void *given) {
 /* Returns 0, or 1 without memory. */
 int attend(const call *c) {
     const int64_t queries = c->queries, dim = c->dim, states = queries * (2 + dim);
-    const int64_t most = c->pages / PIECE_PAGES + c->rows * (2 + c->full / PIECE); /* pieces */
-    int64_t tokens = c->rows * c->full;
-    for (int64_t p = 0; p < c->pages; p++) tokens += c->page_len[p];
+    int64_t most = c->rows * (1 + c->full / PIECE), tokens = c->rows * c->full; /* most: pieces */
+    for (const packed *part = c->part; part < c->part + c->parts; part++) {
+        most += part->pages / PIECE_PAGES + least(part->pages, c->rows);
+        for (int64_t p = 0; p < part->pages; p++) tokens += part->page_len[p];
+    }
     const int64_t kept = c->weights ? (tokens + most * LANES) * queries : 0;
     const int64_t scratch = scratch_floats(c), threads = least(c->threads, most);
     const int64_t floats = c->rows * queries * dim + dim + most * states + kept + threads * scratch;
     float *memory = malloc(sizeof(float) * (size_t)floats);
-    piece *pieces = malloc(sizeof(piece) * (size_t)most);
+    piece *pieces = malloc(sizeof(piece) * (size_t)(most + c->parts));
     int64_t *starts = malloc(sizeof(int64_t) * (size_t)(c->rows + 1)), next = 0;
     worker *workers = malloc(sizeof(worker) * (size_t)threads);
     pthread_t *running = malloc(sizeof(pthread_t) * (size_t)threads);
@@ -298,7 +314,7 @@ int attend(const call *c) {
         float *probs = state + most * states, *own = probs + kept;
         memcpy(rotated, c->query, sizeof(float) * (size_t)(c->rows * queries * dim));
         for (int64_t i = 0; i < c->rows * queries; i++) hadamard(rotated + i * dim, dim);
-        const int64_t count = cut(c, pieces, starts);
+        const int64_t count = cut(c, pieces, starts, pieces + most);
         memset(state, 0, sizeof(float) * (size_t)(count * states));
         for (piece *p = pieces; p < pieces + count; p++, state += states) {
             p->top = state, p->sum = state + queries, p->acc = state + 2 * queries;

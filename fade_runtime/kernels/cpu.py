@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-pthread",
 )
-RESULTS = ("output", "statistics", "packed statistics")
+RESULTS = ("output", "statistics", "packed statistics", "packed statistics")
 PARALLEL = 1 << 22  # multiplications below which a thread costs more than it saves
 
 
@@ -80,21 +81,31 @@ def build() -> Path:
     return library
 
 
-_SIZES = (
-    "rows", "queries", "dim", "groups", "pages", "full", "key_stride", "value_stride", "threads",
-    "key_bits", "value_bits", "low_key_bits", "low_value_bits",
+_TABLES = (
+    "page_len", "page_low", "page_row", "key_codes", "value_codes", "low_key_codes", "low_value_codes",
+    "key_scale", "key_zero", "value_scale", "value_zero",
 )  # fmt: skip
-_POINTERS = (
-    "query", "key", "value", "bias", "packed_bias", "weights", "page_len", "page_low", "page_row",
-    "key_codes", "value_codes", "low_key_codes", "low_value_codes",
-    "key_scale", "key_zero", "value_scale", "value_zero", "out", "mass", "packed_mass",
-)  # fmt: skip
+
+
+def _sizes(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
+class _Packed(ctypes.Structure):
+    _fields_ = (
+        *_sizes("pages", "key_bits", "value_bits", "low_key_bits", "low_value_bits"),
+        *_pointers(*_TABLES, "bias", "mass"),
+    )
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *_sizes("rows", "queries", "dim", "groups", "parts", "full", "key_stride", "value_stride", "threads"),
+        *_pointers("query", "key", "value", "bias", "weights", "part", "out", "mass"),
         ("softcap", ctypes.c_float),
     )
 
@@ -115,36 +126,33 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Same as :func:`fade_runtime.kernels.reference.attend`, in C.
 
-    Several parts, product quantisation, keys that are to be rotated, and odd head dims go to the reference.
+    Product quantisation, keys that are to be rotated, and odd head dims go to the reference, with all parts beside.
     """
-    packed = parts[0].tokens if len(parts) == 1 and parts[0].table is None else None
-    if not isinstance(packed, PackedTokens) or not _fits(packed):
+    packed = [each for part in parts if part.table is None and isinstance(each := part.tokens, PackedTokens)]
+    groups = {each.value_scale.shape[1] for each in packed}
+    if len(packed) < len(parts) or len(groups) != 1 or not all(map(_fits, packed)):
         return reference.attend(query, key, value, parts, weights, bias, softcap)
     rows, queries, dim = query.shape
-    full, tokens = key.shape[1], len(packed)
+    full, tokens = key.shape[1], sum(map(len, packed))
     keys, values = _rows(key), _rows(value)
-    given = [query.float().contiguous(), keys, values, *map(_dense, (bias, parts[0].bias, weights))]
-    stored = [
-        t.contiguous()
-        for t in (
-            packed.page_len, packed.page_low, packed.page_row,
-            packed.key_codes, packed.value_codes, packed.low_key_codes, packed.low_value_codes,
-            packed.key_scale, packed.key_zero, packed.value_scale, packed.value_zero,
-        )
-    ]  # fmt: skip
-    out, mass, masses = torch.empty(rows, queries, dim), None, None
+    given = [query.float().contiguous(), keys, values, *map(_dense, (bias, weights))]
+    biases = [_dense(part.bias) for part in parts]
+    tables = [[getattr(each, name).contiguous() for name in _TABLES] for each in packed]
+    out, mass, masses = torch.empty(rows, queries, dim), None, []
     if weights is not None:
-        mass, masses = torch.empty(rows, full), torch.empty(tokens)
+        mass, masses = torch.empty(rows, full), [torch.empty(len(each)) for each in packed]
+    stored = (_Packed * len(parts))(*(
+        _Packed(len(each.page_len), *each.bits, *map(_address, (*table, own, sums)))
+        for each, table, own, sums in zip_longest(packed, tables, biases, masses)
+    ))  # fmt: skip
     threads = torch.get_num_threads() if (rows * full + tokens) * queries * dim >= PARALLEL else 1
     call = _Call(
-        rows, queries, dim, packed.value_scale.shape[1], len(packed.page_len), full, keys.stride(0), values.stride(0),
-        threads, *packed.bits,
-        *(None if t is None else t.data_ptr() for t in (*given, *stored, out, mass, masses)),
-        softcap or 0.0,
+        rows, queries, dim, *groups, len(parts), full, keys.stride(0), values.stride(0), threads,
+        *map(_address, given), ctypes.addressof(stored), *map(_address, (out, mass)), softcap or 0.0,
     )  # fmt: skip
     if _library().attend(ctypes.byref(call)):
         raise MemoryError("the CPU kernel could not allocate its buffers")
-    return out.to(query.dtype), mass, [] if masses is None else [masses]
+    return out.to(query.dtype), mass, masses
 
 
 def _fits(packed: PackedTokens) -> bool:
@@ -152,6 +160,10 @@ def _fits(packed: PackedTokens) -> bool:
     dim, groups = packed.key_scale.shape[1], packed.value_scale.shape[1]
     same = packed.value_codes.shape[1] * 8 == dim * packed.bits.value
     return same and dim % 16 == 0 and dim // groups % 8 == 0
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -179,7 +191,8 @@ def self_test() -> None:
     bias, packed_bias = torch.randn(3, 5, 70, generator=generator), torch.randn(75, 5, generator=generator)
     for bits, cap in ((Bits(), None), (Bits(8, 4, 4, 2), 2.0), (Bits(4, 2, 2, 2), 2.0)):
         packed = pack_tokens(body_key, body_value, rows, torch.arange(75), None, low=low, bits=bits)
-        given = query, key, value, [Part(packed, bias=packed_bias)], weights, bias, cap
+        parts = [Part(packed, bias=packed_bias), Part(packed.keep(low))]
+        given = query, key, value, parts, weights, bias, cap
         ours, theirs = attend(*given), reference.attend(*given)
         for name, mine, other in zip(RESULTS, (*ours[:2], *ours[2]), (*theirs[:2], *theirs[2])):
             if mine is None or other is None or not torch.allclose(mine, other, atol=1e-4, rtol=1e-4):

@@ -1,5 +1,6 @@
 """The compiled CPU kernel against the plain torch reference, and what happens without a compiler."""
 
+import functools
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from fade_runtime.kernels.reference import Part
 from fade_runtime.packed import Bits, PackedTokens, pack_tokens
 from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
+from predictor.rope import Table
 
 CPU = torch.device("cpu")
 DEFAULT = Bits()
@@ -105,6 +107,91 @@ def test_many_queries_over_several_pieces() -> None:
     given = query, key, value, [Part(packed)], torch.rand(42)
     for ours, theirs in zip(_flat(cpu.attend(*given)), _flat(reference.attend(*given)), strict=True):
         assert _difference(ours, theirs) < 1e-5
+
+
+# Tokens of each row, part by part.
+PARTS = {
+    2: ([70, 0, 200], [129, 1, 0]),
+    5: ([1100, 17, 0], [0, 0, 0], [3, 64, 0], [0, 0, 900], [65, 1, 130]),
+    16: tuple([16 * (n % 5), 0, 90 - 6 * n] for n in range(16)),
+}
+
+
+def _parts(counts: int, dim: int, queries: int, bits: Bits, masked: bool) -> list[Part]:
+    """Ragged parts, every other one with both tiers; hidden tokens in some."""
+    torch.manual_seed(4)
+    parts = []
+    for index, lengths in enumerate(PARTS[counts]):
+        tokens = _ragged(lengths, dim, bits)
+        tokens = _mixed(tokens) if index % 2 and len(tokens) else tokens
+        parts.append(Part(tokens, bias=_hiding(len(tokens), queries) if masked and index % 3 == 0 else None))
+    return parts
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("counts", PARTS, ids="{}-parts".format)
+@pytest.mark.parametrize("dim", [48, 64, 128])
+@pytest.mark.parametrize("bits", [DEFAULT, Bits(8, 4, 4, 2)], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_several_parts_under_one_softmax(
+    counts: int, dim: int, bits: Bits, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = cpu.attend, reference.attend
+    monkeypatch.setattr(reference, "attend", None)
+    queries, full = 5, 70
+    parts = _parts(counts, dim, queries, bits, masked)
+    query, weights = torch.randn(3, queries, dim) * dim**-0.5 * 4, torch.rand(queries)
+    key, value = torch.randn(2, 3, full, dim)
+    bias = _hiding(3, queries, full) if masked else None
+    given = query, key, value, parts, weights, bias, 3.0 if masked else None
+    results = [kernel(*given) for kernel in both]
+    for ours, theirs in zip(*map(_flat, results), strict=True):
+        assert _difference(ours, theirs) < 1e-5
+    assert [len(mass) for mass in results[0][2]] == [len(part.tokens) for part in parts]
+    total = float(results[0][1].sum() + sum(mass.sum() for mass in results[0][2]))  # type: ignore[union-attr]
+    assert total == pytest.approx(3 * float(weights.sum()), rel=1e-5)
+    monkeypatch.setattr(cpu, "PARALLEL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for alone, shared in zip(_flat(results[0]), _flat(cpu.attend(*given)), strict=True):
+        assert torch.equal(alone, shared)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("counts", PARTS, ids="{}-parts".format)
+def test_parts_give_what_their_join_gives(counts: int) -> None:
+    parts = _parts(counts, 64, 3, DEFAULT, masked=False)
+    query, (key, value) = torch.randn(3, 3, 64) / 2, torch.randn(2, 3, 9, 64)
+    weights = torch.rand(3)
+    tokens = [part.tokens for part in parts if isinstance(part.tokens, PackedTokens)]
+    joined = functools.reduce(PackedTokens.join, tokens)
+    out, mass, masses = cpu.attend(query, key, value, parts, weights)
+    expected, full_mass, (joined_mass,) = cpu.attend(query, key, value, [Part(joined)], weights)
+    order = torch.cat([each.token_row() for each in tokens]).argsort(stable=True)
+    for ours, theirs in ((out, expected), (mass, full_mass), (torch.cat(masses)[order], joined_mass)):
+        assert _difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_parts_of_different_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = cpu.attend, reference.attend
+    monkeypatch.setattr(reference, "attend", None)
+    parts = [Part(_mixed(_ragged([70, 9], 64, bits))) for bits in (DEFAULT, Bits(8, 8, 4, 4), Bits(2, 2, 2, 2))]
+    given = torch.randn(2, 3, 64) / 2, *torch.randn(2, 2, 5, 64), parts, torch.rand(3)
+    for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in both), strict=True):
+        assert _difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_a_part_to_be_rotated_sends_all_to_the_reference() -> None:
+    packed, turn = _ragged([70, 9], 64), torch.rand(90, 64)
+    rotated = Part(packed, table=Table(turn.cos(), turn.sin()), positions=packed.slots())
+    given = torch.randn(2, 3, 64), *torch.randn(2, 2, 5, 64), [Part(packed), rotated], torch.rand(3)
+    for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in (cpu.attend, reference.attend)), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.kernels
