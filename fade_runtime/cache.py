@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache
 from fade_runtime import hf
 from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
-from fade_runtime.policy import POLICIES, Learned, Policy
+from fade_runtime.policy import POLICIES, Policy
+from fade_runtime.text import SeenText, find_tokenizer, table_for
 from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 from predictor.rope import find_rotary
@@ -47,10 +48,12 @@ class TieredCache(Cache):
         policy: Policy,
         model: nn.Module,
         codebook: CodebookSet | None = None,
+        text: SeenText | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        self.config, self.policy, self.codebook = config, policy, codebook
+        self.config, self.policy, self.codebook, self.text = config, policy, codebook, text
         self._model = weakref.ref(model)
+        self._listener = None if text is None else hf.listen(model)  # a hook, gone with the last cache that needs it
 
     @property
     def model(self) -> nn.Module:
@@ -81,6 +84,29 @@ class TieredCache(Cache):
             if layer.index < refused and extra > 0:
                 layer.reset() if extra == layer.seen else layer.crop(-extra)
 
+    def note_ids(self, ids: Tensor | None) -> None:
+        """Take in the token ids [B, Q] of the next call; a call of the model does so by itself."""
+        if self.text is not None:
+            self.text.note(ids, self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch (beam search)."""
+        super().reorder_cache(beam_idx)
+        if self.text is not None:
+            self.text.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep rows of the batch, in the given order, as often as named."""
+        super().batch_select_indices(indices)
+        if self.text is not None:
+            self.text.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        if self.text is not None:
+            self.text.repeat(repeats)
+
     @property
     def tiered(self) -> list[TieredLayer]:
         """The layers that this cache compresses; the others are transformers' own."""
@@ -90,10 +116,11 @@ class TieredCache(Cache):
         """Count what the cache holds now.
 
         Returns:
-            resident_bytes: every tensor that is reachable from the cache, scales, slots, statistics and the
-            predictor's weights included; full_bytes: the same tokens in an uncompressed cache of the model's dtype;
-            compression: their ratio; tiers: bytes by tier, with "statistics", "predictor" and "other layers";
-            tokens: tokens kept per tier, summed over rows and layers; seen: logical tokens.
+            resident_bytes: every tensor that is reachable from the cache, scales, slots, statistics, the predictor's
+            weights and the text's token classes included; full_bytes: the same tokens in an uncompressed cache of the
+            model's dtype; compression: their ratio; tiers: bytes by tier, with "statistics", "predictor", "text",
+            "codebook" and "other layers"; tokens: tokens kept per tier, summed over rows and layers; seen: logical
+            tokens.
         """
         tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "other layers"), 0)
         tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
@@ -116,8 +143,9 @@ class TieredCache(Cache):
             for t in reachable_tensors(vars(layer))
         ]
         tiers["other layers"] = stored_bytes(*others)
-        if isinstance(self.policy, Learned):
+        if self.policy.predictor is not None:
             tiers["predictor"] = stored_bytes(*_reachable(self.policy.predictor))
+        tiers["text"] = stored_bytes(*(self.text.tensors() if self.text is not None else []))
         tiers["codebook"] = stored_bytes(*(self.codebook.tensors() if self.codebook is not None else []))
         resident = sum(tiers.values())
         in_full += tiers["other layers"]
@@ -222,8 +250,9 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     """
     config = FadeConfig.safe() if config is None else config
     policy = POLICIES[config.eviction_policy](config)
-    if isinstance(policy, Learned):
+    if policy.predictor is not None:
         policy.predictor.check(model, strict=config.strict)
+    seen = SeenText(table_for(model, find_tokenizer(model, config.tokenizer))) if policy.reads_text else None
     hf.attach(model)
     text, codebook = hf.text_config(model), _codebook(model, config)
     rotary, sharers = find_rotary(model), hf.sharers(text)
@@ -236,12 +265,13 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
             index,
             codebook=None if codebook is None else codebook.layers[index],
             sharers=sharers[index],
+            text=seen,
         )
         if hf.can_tier(layer)
         else layer
         for index, layer in enumerate(hf.stock_layers(text))
     ]
-    return TieredCache(layers, config, policy, model, codebook)
+    return TieredCache(layers, config, policy, model, codebook, seen)
 
 
 def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:

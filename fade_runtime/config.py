@@ -46,12 +46,19 @@ class FadeConfig:
         codebook: for "pq": a directory written by `python -m pipelines.train_codebook`, or a loaded codebook.
         tau, low_tau: shares of a kv head's score, in (0, 1]: the INT4 tier takes no more of the best tokens than hold
             ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
-        eviction_policy: "position", "h2o", "ema", "adaptive" or "learned": whose score decides. "adaptive" is "ema"
-            that lets the scores fill the tiers: tau .9 and low_tau .99 unless given.
-        predictor: for "learned": `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a hub id, or a
-            loaded predictor.
-        head_budgets: for "learned": give each kv head the budget that the predictor learned for it (their mean is
+        eviction_policy: "position", "h2o", "ema", "adaptive", "learned", "fastgen": whose score decides. "adaptive" is
+            "ema" that lets the scores fill the tiers: tau .9 and low_tau .99 unless given. "fastgen" finds for each kv
+            head, at the end of the prompt, how little of its attention must be kept; int4_budget then is the most that
+            a head may keep, and with a predictor its learned budget is.
+        predictor: for "learned", possible for "fastgen": `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a
+            hub id, or a loaded predictor.
+        head_budgets: with a predictor: give each kv head the budget that the predictor learned for it (their mean is
             the budget given); with False, or a predictor without budgets, all heads get the same.
+        recover: for "fastgen": share of a kv head's attention that its policy must recover, in (0, 1]. The policies:
+            special tokens; and punctuation; and frequent tokens; and local ones; everything.
+        frequent_share, local_share: for "fastgen": shares of the context that count as frequent and as local.
+        tokenizer: for "fastgen", which must know special tokens and punctuation: a tokenizer, its directory, or None
+            for the one that lies where the model was loaded from. Nothing is downloaded.
         positions: "original": keys keep the rotation of their place in the text. "streaming": kept tokens are
             rotated to contiguous positions when they are read, so generation may run past the trained context.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
@@ -70,7 +77,7 @@ class FadeConfig:
         >>> FadeConfig(eviction_policy="best")
         Traceback (most recent call last):
             ...
-        predictor.errors.FadeError: eviction_policy 'best' is not one of position, h2o, ema, adaptive, learned
+        predictor.errors.FadeError: eviction_policy 'best' is not one of position, h2o, ema, adaptive, learned, fastgen
     """
 
     n_sink: int = 4
@@ -88,6 +95,10 @@ class FadeConfig:
     eviction_policy: str = "h2o"
     predictor: str | Path | Predictor | None = None
     head_budgets: bool = True
+    recover: float = 0.95
+    frequent_share: float = 0.3
+    local_share: float = 0.3
+    tokenizer: Any = None
     positions: str = "original"
     reassign_every: int = 64
     chunked_prefill: bool = False
@@ -107,6 +118,9 @@ class FadeConfig:
                 raise FadeError(f"{name} {getattr(self, name)!r} is not one of {allowed}")
         if not 0 < self.ema_decay < 1:
             raise FadeError(f"ema_decay {self.ema_decay!r} is not between 0 and 1")
+        for name in ("recover", "frequent_share", "local_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise FadeError(f"{name} {getattr(self, name)!r} is not a share in (0, 1]")
         self._check_bits()
         self._check_budgets()
         self._check_parts()
@@ -144,7 +158,7 @@ class FadeConfig:
             )
         if self.phase in ("1a", "1b") and self.ranks:
             raise FadeError(
-                f"phase {self.phase!r} evicts nothing; leave int4_budget at None, or set phase='2'"
+                f"phase {self.phase!r} evicts nothing; leave int4_budget at None and fastgen out, or set phase='2'"
             )
         for name in ("tau", "low_tau"):
             value = getattr(self, name)
@@ -164,9 +178,15 @@ class FadeConfig:
             raise FadeError(
                 "eviction_policy 'learned' needs a predictor; give predictor='models:/NAME@champion' or a path"
             )
-        if self.eviction_policy != "learned" and self.predictor is not None:
+        if self.eviction_policy not in ("learned", "fastgen") and self.predictor is not None:
             raise FadeError(
                 f"predictor is given but eviction_policy is {self.eviction_policy!r}; set eviction_policy='learned'"
+            )
+        if self.eviction_policy == "fastgen" and min(self.shares) < 1:
+            raise FadeError("tau and low_tau share out scores by head, as fastgen does itself; leave them at None")
+        if self.eviction_policy != "fastgen" and self.tokenizer is not None:
+            raise FadeError(
+                f"tokenizer is given but eviction_policy is {self.eviction_policy!r}, which reads no text; leave it out"
             )
         pq = self.has_low_tier and self.low_tier == "pq"
         if pq and self.codebook is None:
@@ -195,7 +215,9 @@ class FadeConfig:
     @property
     def ranks(self) -> bool:
         """Whether scores decide anything: not when all tokens go to one tier."""
-        return self.int4_budget is not None and not (self.int4_budget == 0 and self.low_budget is None)
+        if self.int4_budget is None:
+            return self.eviction_policy == "fastgen"
+        return not (self.int4_budget == 0 and self.low_budget is None)
 
     @property
     def shares(self) -> tuple[float, float]:

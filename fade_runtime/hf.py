@@ -8,8 +8,10 @@ dict that ``update`` receives (5.24 and newer), and otherwise with the returned 
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
-from typing import Any, Protocol
+import weakref
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -184,6 +186,51 @@ def hand_over(layer: Attending, key: Tensor, call: dict[str, Any] | None) -> Ten
     handed = key.as_subclass(HandedKey)
     setattr(handed, HANDLE, layer)
     return handed
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A cache that wants to know the token ids of the calls it comes with."""
+
+    def note_ids(self, ids: Tensor | None) -> None:
+        """Take in the token ids [B, Q] of the call that begins; None: it has embeddings only."""
+
+
+class Listener:
+    """A hook on a model that tells each call's cache the token ids, for as long as somebody holds this.
+
+    The hook knows no cache: it looks for one among the arguments of the very call. Get one by :func:`listen`.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        handle = module.register_forward_pre_hook(_note_ids, with_kwargs=True)
+        weakref.finalize(self, handle.remove).atexit = False
+
+    def __deepcopy__(self, memo: object) -> Listener:
+        """Copies of a cache hold the same."""
+        return self
+
+
+_listeners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Listener]] = weakref.WeakKeyDictionary()
+_listening = threading.Lock()
+
+
+def listen(model: Any) -> Listener:
+    """The model's one hook on its calls: on the part that the language model head calls too."""
+    module = getattr(model, "base_model", model)
+    with _listening:
+        there = _listeners.get(module)
+        listener = None if there is None else there()
+        if listener is None:
+            listener = Listener(module)
+            _listeners[module] = weakref.ref(listener)
+        return listener
+
+
+def _note_ids(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, Noting):
+            given.note_ids(kwargs.get("input_ids", args[0] if args else None))
 
 
 def is_attached(config: Any) -> bool:

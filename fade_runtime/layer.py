@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from fade_runtime import hf
 from fade_runtime.attention import is_causal, tiered_attention
 from fade_runtime.config import FadeConfig
+from fade_runtime.fastgen import FastGen
 from fade_runtime.planner import row_budgets
 from fade_runtime.policy import Policy, Prompt
 from fade_runtime.positions import Positions
@@ -27,6 +28,7 @@ from predictor.features import attention_and_mass
 
 if TYPE_CHECKING:
     from fade_runtime.pq import LayerCodebook
+    from fade_runtime.text import SeenText
 
 Observer = Callable[
     ["TieredLayer", float], None
@@ -41,6 +43,7 @@ class TieredLayer(CacheLayerMixin):
         prompt: logical tokens of the first prompt.
         index: of the layer in the model.
         sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
+        text: what the cache knows of the words, if its policy asks for it.
         observer: told of each compression, or None.
         last_plan: [T] scores or None, tiers before and tiers after the last plan; kept only for an observer.
     """
@@ -58,8 +61,10 @@ class TieredLayer(CacheLayerMixin):
         *,
         codebook: LayerCodebook | None = None,
         sharers: int = 0,
+        text: SeenText | None = None,
     ) -> None:
         super().__init__()
+        self.text = text
         self.config, self.policy, self.index, self.sharers = config, policy, index, sharers
         self._config: Callable[[], Any] = weakref.ref(model_config)
         self._rotary, self._codebook = rotary, codebook
@@ -87,7 +92,12 @@ class TieredLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take batch size, heads, dims, dtype and device from the first keys."""
         self.store = TokenStore(
-            self.config, key_states, value_states, state=self._keeps_state, codebook=self._codebook
+            self.config,
+            key_states,
+            value_states,
+            state=self._keeps_state,
+            codebook=self._codebook,
+            profiled=isinstance(self.policy, FastGen),
         )
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
@@ -269,6 +279,9 @@ class TieredLayer(CacheLayerMixin):
                 state = self.policy.start(Prompt(*given, scaling, self._table))
             if state is not None:
                 full.state[row, :, pad:upto] = state
+                if isinstance(self.policy, FastGen) and self.text is not None:
+                    assert store.policies is not None
+                    store.policies[row] = self.policy.profile(state, self.text.upto(upto)[row, pad:])
         return None if out is None else out.transpose(1, 2)
 
     def _table(self, count: int) -> rope.Table | None:
@@ -335,7 +348,14 @@ class TieredLayer(CacheLayerMixin):
         if config.ranks:
             scores = self.policy.score(slots.float() if state is None else state, slots, upto, self.prompt)
             lengths, heads = upto - self.tokens.pad, self.tokens.heads
-            budgets = row_budgets(config, self.policy, self.index, lengths, heads)
+            most: Tensor | None = None
+            if isinstance(self.policy, FastGen) and self.text is not None:
+                assert self.tokens.policies is not None
+                policies, classes = self.tokens.policies.flatten(), self.text.upto(upto)[rows // heads, slots]
+                scores, most = self.policy.narrow(
+                    scores, rows, policies, classes, upto - 1 - slots, lengths.repeat_interleave(heads)
+                )
+            budgets = row_budgets(config, self.policy, self.index, lengths, heads, most)
             tiers = plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=low).tiers.long()
         else:
             tiers = now if config.int4_budget is None else torch.full_like(now, int(low))

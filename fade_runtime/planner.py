@@ -10,7 +10,9 @@ from fade_runtime.policy import Policy
 from fade_runtime.tiers import Budgets
 
 
-def row_budgets(config: FadeConfig, policy: Policy, layer: int, lengths: Tensor, heads: int) -> Budgets:
+def row_budgets(
+    config: FadeConfig, policy: Policy, layer: int, lengths: Tensor, heads: int, most: Tensor | None = None
+) -> Budgets:
     """What each row (batch x kv head) of a layer may keep.
 
     Args:
@@ -18,6 +20,7 @@ def row_budgets(config: FadeConfig, policy: Policy, layer: int, lengths: Tensor,
         policy: may give each kv head of the layer its own share of their sum.
         lengths: [B] tokens of each sequence so far, padding left out.
         heads: kv heads.
+        most: [batch x kv heads] tokens that each row wants to keep at most; None: all that its budget allows.
 
     Example:
         >>> config = FadeConfig(int4_budget=0.25, low_budget=8, n_sink=0)
@@ -27,16 +30,18 @@ def row_budgets(config: FadeConfig, policy: Policy, layer: int, lengths: Tensor,
     """
     int4: list[int] = []
     low: list[int] = []
-    for length in lengths.tolist():
-        given = config.budgets(length)
-        assert given is not None, "no budgets: everything stays in the INT4 tier"
+    wanted = None if most is None else most.view(-1, heads).tolist()
+    for row, length in enumerate(lengths.tolist()):
+        given = config.budgets(length) or (length, 0)
         total = sum(given)
         shares = policy.head_shares(layer, min(total, length) / max(length, 1))
-        if shares is None:
+        if shares is None and wanted is None:
             int4 += [given[0]] * heads
             low += [given[1]] * heads
         else:
-            totals = [round(share * length) for share in shares]
+            totals = [total] * heads if shares is None else [round(share * length) for share in shares]
+            if wanted is not None:
+                totals = [min(each, cap) for each, cap in zip(totals, wanted[row])]
             first = [round(each * given[0] / max(total, 1)) for each in totals]
             int4 += first
             low += [each - some for each, some in zip(totals, first)]

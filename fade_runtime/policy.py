@@ -48,6 +48,8 @@ class Policy:
     decay: float | None = None  # of the state, per step; None: no statistics
     gain: float = 1.0
     whole_prompt = False  # the first state is `h2o_mass`: the attention of all queries of the prompt
+    reads_text = False  # needs the class of each token (:mod:`fade_runtime.text`)
+    predictor: Predictor | None = None
 
     def __deepcopy__(self, memo: object) -> Policy:
         """A policy knows nothing of any text: copies of a cache share it."""
@@ -126,6 +128,7 @@ class Learned(Ema):
     """A predictor's forecast of attention over the coming steps, which decoding then corrects."""
 
     name = "learned"
+    predictor: Predictor
 
     def __init__(self, predictor: Predictor, head_budgets: bool = True) -> None:
         super().__init__(decay=1 - 1 / predictor.spec.horizon)
@@ -162,6 +165,12 @@ def _learned(options: PolicyOptions) -> Policy:
     return Learned(load_predictor(options.predictor), options.head_budgets)
 
 
+def _fastgen(options: PolicyOptions) -> Policy:
+    from fade_runtime.fastgen import fastgen
+
+    return fastgen(options)
+
+
 class PolicyOptions(Protocol):
     """What a policy may ask of the configuration."""
 
@@ -184,4 +193,5 @@ POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
     "ema": lambda options: Ema(options.ema_decay),
     "adaptive": lambda options: Adaptive(options.ema_decay),
     "learned": _learned,
+    "fastgen": _fastgen,
 }

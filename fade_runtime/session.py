@@ -25,7 +25,6 @@ from fade_runtime import hf
 from fade_runtime.cache import TieredCache, create_tiered_cache
 from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
-from fade_runtime.policy import Learned
 from fade_runtime.state import layer_facts, restored_layer
 from predictor.errors import FadeError
 from predictor.files import sha256_file, write_aside
@@ -33,6 +32,7 @@ from predictor.provenance import check_provenance, model_provenance
 
 VERSION = 1
 TENSORS, FACTS = "session.safetensors", "session.json"
+CLASSES = "text.classes"  # of the tokens, where the policy reads the text
 FREE = ("strict", "phase")  # options that change nothing in a cache that is there
 REFERENCES = ("predictor", "codebook")  # options that are compared by what they stand for
 
@@ -126,6 +126,8 @@ def cache_state_dict(cache: TieredCache) -> dict[str, Any]:
     model = cache.model
     tensors: dict[str, Tensor] = {}
     layers = [layer_facts(layer, index, tensors) for index, layer in enumerate(cache.layers)]
+    if cache.text is not None:
+        tensors[CLASSES] = cache.text.classes.to("cpu", copy=True)
     facts = {
         "version": VERSION,
         "transformers": transformers.__version__,
@@ -166,16 +168,23 @@ def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: st
             restored_layer(layer, index, stored, tensors, model)
             for index, (layer, stored) in enumerate(zip(new, facts["layers"], strict=True))
         ]
+        if cache.text is not None:
+            classes = tensors[CLASSES].to(cache.text.table.device, copy=True)
     except (FadeError, torch.OutOfMemoryError):
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise _damaged(what, f"{type(error).__name__} {error}") from error
     cache.layers = layers
+    if cache.text is not None:
+        cache.text.classes = classes
 
 
 def stored_options(config: FadeConfig) -> dict[str, Any]:
     """The options of a configuration as JSON-able values; predictor and codebook are left out."""
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in REFERENCES}
+    options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in REFERENCES}
+    tokenizer = options["tokenizer"]
+    options["tokenizer"] = None if tokenizer is None else str(getattr(tokenizer, "name_or_path", tokenizer))
+    return options
 
 
 # -- what must be the same ---------------------------------------------------------------------------------------
@@ -207,9 +216,9 @@ def _check(cache: TieredCache, facts: Mapping[str, Any], model: nn.Module, what:
 
 
 def _predictor_facts(cache: TieredCache) -> dict[str, Any] | None:
-    if not isinstance(cache.policy, Learned):
-        return None
     predictor = cache.policy.predictor
+    if predictor is None:
+        return None
     facts = [predictor.spec.to_dict(), None if predictor.budgets is None else predictor.budgets.to_dict()]
     return {"name": predictor.name, "sha256": _digest(predictor.state_dict(), facts)}
 

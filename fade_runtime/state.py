@@ -95,7 +95,7 @@ def _tiered(
     store.full = FullTokens(**parts["full"])
     store.packed = replace(store.packed, **parts["packed"])
     store.pq = None if store.pq is None else replace(store.pq, **parts["pq"])
-    store.pad, store.shift = held["pad"], held["shift"]
+    store.pad, store.shift, store.policies = held["pad"], held["shift"], held.get("policies")
     store.seen, store.evicted = stored["seen"], stored["evicted"]
     return fresh
 

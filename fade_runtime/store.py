@@ -33,11 +33,13 @@ class TokenStore:
         key, value: [B, H, Q, D] of the first tokens, for their shapes, dtype and device; they are not stored.
         state: whether to keep a statistic for each token.
         codebook: of the layer, for the PQ tier.
+        profiled: whether each kv head has a policy of its own (:mod:`fade_runtime.fastgen`).
 
     Attributes:
         full: full-precision tokens: everything until the first compression, then sinks and newest.
         packed: the INT4 tier and the INT2 tier.
         pq: the PQ tier, or None if there is none.
+        policies: [B, H] int8 policy of each kv head (``fastgen.Keeps``), or None.
         pad: [B] int64 slots of left padding in each row.
         shift: [B] int64 slot less position id.
         seen: logical tokens, padding included.
@@ -52,6 +54,7 @@ class TokenStore:
         *,
         state: bool,
         codebook: LayerCodebook | None = None,
+        profiled: bool = False,
     ) -> None:
         batch, heads, _, dim = key.shape
         if dim % 4 or value.shape[3] % 4:
@@ -75,6 +78,7 @@ class TokenStore:
             from fade_runtime.pq import PQTokens
 
             self.pq = PQTokens.empty(batch * heads, codebook, key.device, state=state)
+        self.policies = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
         self.pad = torch.zeros(batch, dtype=torch.long, device=key.device)
         self.shift = torch.zeros_like(self.pad)
         self.seen = self.evicted = 0
@@ -134,6 +138,7 @@ class TokenStore:
         state = None if full.state is None else full.state[index]
         self.full = FullTokens(full.key[index], full.value[index], full.slots[index], state)
         self.pad, self.shift = self.pad[index], self.shift[index]
+        self.policies = None if self.policies is None else self.policies[index]
         rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
         self.packed = self.packed.select_rows(rows)
         self.pq = None if self.pq is None else self.pq.select_rows(rows)
@@ -190,7 +195,7 @@ class TokenStore:
         self.evicted += int((tiers == Tier.EVICTED).sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stored tensor by its name: ``full.``, ``packed.`` or ``pq.`` and the field, and "pad", "shift"."""
+        """Every stored tensor by its name: "pad", "shift", "policies"; ``full.``, ``packed.``, ``pq.`` and field."""
         full = {name: tensor for name, tensor in vars(self.full).items() if isinstance(tensor, Tensor)}
         parts = {
             "full": full,
@@ -200,7 +205,8 @@ class TokenStore:
         found = {
             f"{part}.{name}": tensor for part, stored in parts.items() for name, tensor in stored.items()
         }
-        return {**found, "pad": self.pad, "shift": self.shift}
+        rows = {"pad": self.pad, "shift": self.shift, "policies": self.policies}
+        return {**found, **{name: tensor for name, tensor in rows.items() if tensor is not None}}
 
     def counts(self) -> dict[str, int]:
         """Tokens in each tier, summed over rows; padding is no token."""

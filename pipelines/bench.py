@@ -12,6 +12,7 @@ from typing import Any
 from pipelines import cli
 from pipelines.bench_memory import memory
 from pipelines.bench_prefill import prefill
+from pipelines.bench_profile import profile
 from predictor.errors import FadeError
 
 STOCK, STATIC, LOW = "stock", "static", "k4v2"
@@ -149,7 +150,12 @@ def _bytes(cache: Any) -> int:
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"decode": decode, "prefill": prefill, "memory": memory}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "memory": memory,
+    "profile": profile,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

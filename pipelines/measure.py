@@ -107,6 +107,8 @@ def _read_prompt(runs: Sequence[_Run], head: Tensor, on_step: Callable[[], None]
     compressed = [run for run in runs if run.compressed]
     layers = [layer for run in compressed for layer in run.cache.layers]
     together = len(compressed) > 1 and all(isinstance(layer, TieredLayer) for layer in layers)
+    for run in compressed if together else ():
+        run.cache.note_ids(head)  # the model is called with a cache of all of them
     for run in runs:
         if run.compressed and together:
             if run is compressed[0]:
