@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from predictor.bundle import Predictor
 
 POLICIES = ("position", "h2o", "ema", "adaptive")
-METHODS = ("full", "safe", *POLICIES, "learned")
+METHODS = ("full", "safe", *POLICIES, "learned", "fastgen")
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
         methods: of full, safe (4 bits, nothing evicted), position, h2o, ema, adaptive, learned (each predictor),
-            and names of configs.
+            fastgen (at most the budget), and names of configs.
         configs: name -> options of FadeConfig, `{k4v2: {int4_budget: 0, low_budget: null}}`; the option
             `predictor` may name one of predictors.
         predictors: name in the table -> `models:/NAME@alias`, `models:/NAME/3`, bundle directory or hub id.
@@ -177,7 +177,7 @@ def make_methods(
             made.append(Method(name, _config(name, configs[name], predictors)))
         elif name == "safe":
             made.append(Method(name, FadeConfig.safe()))
-        elif name in POLICIES:
+        elif name in (*POLICIES, "fastgen"):
             made.append(Method(name, FadeConfig(int4_budget=budget, eviction_policy=name)))
         elif name == "learned":
             made += [

@@ -47,7 +47,7 @@ def test_from_traces_to_report(run: Run, bundles: dict[str, Path], tiny_traces: 
     )
     assert status == 0, err
     rows = read(tmp_path / "out")
-    names = ["full", "safe", "position", "h2o", "ema", "adaptive", "learned mlp", "learned cnn"]
+    names = ["full", "safe", "position", "h2o", "ema", "adaptive", "learned mlp", "learned cnn", "fastgen"]
     assert [row["method"] for row in rows["method"]] == names
     assert [(row["method"], row["document"]) for row in rows["document"]] == [
         (name, text["document"]) for text in rows["run"][0]["texts"] for name in names
