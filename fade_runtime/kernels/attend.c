@@ -5,14 +5,14 @@
  *
  * Each row's tokens are cut into pieces. A piece has a softmax of its own (scores, exponentials, weighted values); the
  * pieces of a row are merged at the end, in order, so the result does not depend on how many threads shared them.
- * Codes become floats in registers: a page's key scale is folded into the query, a token's value scale into its
- * probability, and codes of the low tier are multiplied by their ratio in the same place.
+ * Codes become floats in registers, or are multiplied in integers: a page's key scale is folded into the query, a
+ * token's value scale into its probability, and codes of the low tier are multiplied by their ratio in the same place.
  * The head dim must be a multiple of 16.
  */
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "codes.h"
+#include "integers.h"
 
 #define PIECE_PAGES 16 /* most pages of a piece */
 #define PIECE (PAGE * PIECE_PAGES)
@@ -47,11 +47,6 @@ typedef struct {
 } piece;
 
 /* -- pieces ------------------------------------------------------------------------------------------------------- */
-
-/* Ask for the bytes that come a page later, whatever they are. */
-static void fetch_ahead(const uint8_t *from, int64_t size) {
-    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + size + i);
-}
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -115,7 +110,7 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
     const int64_t few = part->page_low[page], many = part->page_len[page] - few;
     float *scale = scratch, *zero = scale + dim, *folded = zero + dim, *low_folded = folded + BLOCK * dim;
     float *tile = low_folded + BLOCK * dim, constant[BLOCK];
-    int bits = (int)part->key_bits, low_bits = (int)part->low_key_bits;
+    const int bits = (int)part->key_bits, low_bits = (int)part->low_key_bits;
     const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
     to_float(part->key_scale + page * dim, dim, scale);
     to_float(part->key_zero + page * dim, dim, zero);
@@ -124,21 +119,15 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
         for (int64_t d = 0; d < dim; d += LANES) {
             const vec mine = load(query + q * dim + d), part = mine * load(scale + d);
             store(folded + q * dim + d, part);
-            store(low_folded + q * dim + d, part * ratio);
+            if (few) store(low_folded + q * dim + d, part * ratio);
             offset += mine * load(zero + d);
         }
         constant[q] = total(offset);
     }
-    fetch_ahead(part->key_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
-    fetch_ahead(part->low_key_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
-    if (many) {
-        const uint8_t *codes = ready(part->key_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
-        any_dots(codes, bits, many, dim, folded, constant, count, line, stride);
-    }
-    if (few) {
-        const uint8_t *codes = ready(part->low_key_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
-        any_dots(codes, low_bits, few, dim, low_folded, constant, count, line + many, stride);
-    }
+    const uint8_t *codes = part->key_codes + high * bytes_of(bits, dim);
+    const uint8_t *low_codes = part->low_key_codes + low * bytes_of(low_bits, dim);
+    if (many) code_dots(codes, bits, many, dim, folded, constant, count, line, stride, tile);
+    if (few) code_dots(low_codes, low_bits, few, dim, low_folded, constant, count, line + many, stride, tile);
 }
 
 /* Float16 [n, groups] -> float32 [groups, PAGE], zero after n. */
@@ -155,7 +144,7 @@ static void page_values(const packed *part, int64_t dim, int64_t groups, const f
     const int64_t width = dim / groups, n = part->page_len[page], few = part->page_low[page], many = n - few;
     float *scale = scratch, *zero = scale + PAGE * groups, *weight = zero + PAGE * groups;
     float *tile = weight + BLOCK * PAGE * groups;
-    int bits = (int)part->value_bits, low_bits = (int)part->low_value_bits;
+    const int bits = (int)part->value_bits, low_bits = (int)part->low_value_bits;
     const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
     by_group(part->value_scale + token * groups, n, groups, tile, scale);
     by_group(part->value_zero + token * groups, n, groups, tile, zero);
@@ -171,18 +160,12 @@ static void page_values(const packed *part, int64_t dim, int64_t groups, const f
                 offset += p * load(zero + g * PAGE + t);
             }
             const float all = total(offset);
-            for (int64_t d = 0; d < width; d += LANES) store(sum + d, load(sum + d) + all);
+            for (int64_t d = 0; d < width; d += NARROW) store_narrow(sum + d, load_narrow(sum + d) + all);
         }
-    fetch_ahead(part->value_codes + high * bytes_of(bits, dim), many * bytes_of(bits, dim));
-    fetch_ahead(part->low_value_codes + low * bytes_of(low_bits, dim), few * bytes_of(low_bits, dim));
-    if (many) {
-        const uint8_t *codes = ready(part->value_codes + high * bytes_of(bits, dim), &bits, many, dim, tile);
-        any_weigh(codes, bits, many, dim, groups, weight, count, acc);
-    }
-    if (few) {
-        const uint8_t *codes = ready(part->low_value_codes + low * bytes_of(low_bits, dim), &low_bits, few, dim, tile);
-        any_weigh(codes, low_bits, few, dim, groups, weight + many, count, acc);
-    }
+    const uint8_t *codes = part->value_codes + high * bytes_of(bits, dim);
+    const uint8_t *low_codes = part->low_value_codes + low * bytes_of(low_bits, dim);
+    if (many) code_weigh(codes, bits, many, dim, groups, weight, count, acc, tile);
+    if (few) code_weigh(low_codes, low_bits, few, dim, groups, weight + many, count, acc, tile);
 }
 
 static int64_t scratch_floats(const call *c) {

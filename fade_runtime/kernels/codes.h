@@ -1,6 +1,7 @@
 /* Vectors, numbers and codes: dot products with tokens and weighted sums of them, read from their codes.
  *
- * The format is defined by fade_runtime/quant.py. Vectors are GNU C's portable ones, 8 floats wide.
+ * The format is defined by fade_runtime/quant.py. Vectors are GNU C's portable ones: over tokens and head dims as
+ * wide as the processor's (LANES), over parts of a head dim and groups of values, which may be small, 8 floats (NARROW).
  */
 #include <float.h>
 #include <math.h>
@@ -12,15 +13,22 @@
 #endif
 
 #define PAGE 64         /* most tokens of a page */
-#define LANES 8
 #define BLOCK 4         /* queries, and tokens, that share loads */
 #define FLOAT 32        /* "bits" of what is no code */
+#define NARROW 8
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
 #define inlined static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(32)));
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef float narrow __attribute__((vector_size(NARROW * 4)));
+typedef int32_t narrow_ints __attribute__((vector_size(NARROW * 4)));
 typedef float quad __attribute__((vector_size(16)));
-typedef int32_t ints __attribute__((vector_size(32)));
-typedef uint8_t bytes __attribute__((vector_size(8)));
+typedef uint8_t bytes __attribute__((vector_size(NARROW)));
 
 /* -- numbers ------------------------------------------------------------------------------------------------------ */
 
@@ -32,34 +40,50 @@ inlined vec load(const float *from) {
 
 inlined void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
 
-inlined ints widen(const uint8_t *from) {
+inlined narrow load_narrow(const float *from) {
+    narrow v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inlined void store_narrow(float *to, narrow v) { memcpy(to, &v, sizeof v); }
+
+inlined narrow_ints widen(const uint8_t *from) {
 #ifdef __AVX2__ /* one instruction, where the portable form takes twenty */
-    return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+    return (narrow_ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
     bytes c;
     memcpy(&c, from, sizeof c);
-    return __builtin_convertvector(c, ints);
+    return __builtin_convertvector(c, narrow_ints);
 #endif
 }
 
 /* Sums over the lanes of four vectors. */
-inlined quad sums(vec a, vec b, vec c, vec d) {
+inlined quad sums(narrow a, narrow b, narrow c, narrow d) {
 #ifdef __AVX2__
     const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
     return (quad)_mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 #else
     quad result = {0, 0, 0, 0};
-    for (int i = 0; i < LANES; i++) result += (quad){a[i], b[i], c[i], d[i]};
+    for (int i = 0; i < NARROW; i++) result += (quad){a[i], b[i], c[i], d[i]};
     return result;
 #endif
 }
 
-inlined float total(vec v) { return sums(v, v, v, v)[0]; }
+inlined float total(vec v) {
+    narrow half[2] = {{0}, {0}};
+    memcpy(half, &v, sizeof v);
+    const narrow all = half[0] + half[1];
+    return sums(all, all, all, all)[0];
+}
 
 /* Float16 to float32; no infinities, no NaN. */
 static void to_float(const uint16_t *restrict from, int64_t count, float *restrict to) {
     int64_t i = 0;
-#ifdef __F16C__
+#ifdef __AVX512F__
+    for (; i + LANES <= count; i += LANES)
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + i))));
+#elif defined __F16C__
     for (; i + LANES <= count; i += LANES)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
 #endif
@@ -113,10 +137,10 @@ inlined int parts_of(int bits) { return bits == FLOAT ? 1 : 8 / bits; }
 inlined int64_t bytes_of(int bits, int64_t dim) { return dim * bits / 8; }
 
 /* 8 channels, from channel i, of a part of a token. */
-inlined vec channels(const uint8_t *token, int64_t i, int part, const int bits) {
-    if (bits == FLOAT) return load((const float *)token + i);
-    const ints codes = widen(token + i) >> (part * bits);
-    return __builtin_convertvector((part + 1) * bits == 8 ? codes : codes & ((1 << bits) - 1), vec);
+inlined narrow channels(const uint8_t *token, int64_t i, int part, const int bits) {
+    if (bits == FLOAT) return load_narrow((const float *)token + i);
+    const narrow_ints codes = widen(token + i) >> (part * bits);
+    return __builtin_convertvector((part + 1) * bits == 8 ? codes : codes & ((1 << bits) - 1), narrow);
 }
 
 /* line[q][t] = token t . query[q] + constant[q]; writes up to BLOCK - 1 more. */
@@ -125,17 +149,17 @@ inlined void dots(const uint8_t *from, const int bits, int64_t tokens, int64_t d
     const int parts = parts_of(bits);
     const int64_t width = dim / parts, size = bytes_of(bits, dim);
     for (int64_t t = 0; t < tokens; t += BLOCK) {
-        vec sum[BLOCK][BLOCK]; /* query, token */
+        narrow sum[BLOCK][BLOCK]; /* query, token */
 #pragma GCC unroll 2
         for (int pair = 0; pair < BLOCK; pair += 2) {
             const int64_t at = t + pair < tokens ? t + pair : tokens - 1;
             const uint8_t *one = from + at * size, *two = at + 1 < tokens ? one + size : one;
-            vec a[BLOCK] = {{0}, {0}, {0}, {0}}, b[BLOCK] = {{0}, {0}, {0}, {0}};
-            for (int64_t i = 0; i < width; i += LANES)
+            narrow a[BLOCK] = {{0}, {0}, {0}, {0}}, b[BLOCK] = {{0}, {0}, {0}, {0}};
+            for (int64_t i = 0; i < width; i += NARROW)
                 for (int part = 0; part < parts; part++) {
-                    const vec first = channels(one, i, part, bits), second = channels(two, i, part, bits);
+                    const narrow first = channels(one, i, part, bits), second = channels(two, i, part, bits);
                     for (int q = 0; q < count; q++) {
-                        const vec mine = load(query + q * dim + part * width + i);
+                        const narrow mine = load_narrow(query + q * dim + part * width + i);
                         a[q] += first * mine;
                         b[q] += second * mine;
                     }
@@ -154,19 +178,19 @@ inlined void weigh_some(const uint8_t *from, const int bits, const int steps, in
                         int64_t groups, const float *weight, const int count, float *out) {
     const int parts = parts_of(bits);
     const int64_t width = dim / parts, size = bytes_of(bits, dim);
-    vec acc[BLOCK][BLOCK]; /* channels, query */
+    narrow acc[BLOCK][BLOCK]; /* channels, query */
     const float *mine[BLOCK];
     for (int v = 0; v < steps * parts; v++) {
-        const int64_t at = v % parts * width + i + v / parts * LANES;
+        const int64_t at = v % parts * width + i + v / parts * NARROW;
         mine[v] = weight + (groups == 1 ? 0 : at * groups / dim * BLOCK * PAGE);
-        for (int q = 0; q < count; q++) acc[v][q] = load(out + q * dim + at);
+        for (int q = 0; q < count; q++) acc[v][q] = load_narrow(out + q * dim + at);
     }
     for (int64_t t = 0; t < tokens; t++, from += size)
         for (int s = 0; s < steps; s++) {
             for (int part = 0; part < parts; part += 2) {
                 const int v = s * parts + part, many = parts == 1 ? 1 : 2;
-                vec x[2];
-                for (int j = 0; j < many; j++) x[j] = channels(from, i + s * LANES, part + j, bits);
+                narrow x[2];
+                for (int j = 0; j < many; j++) x[j] = channels(from, i + s * NARROW, part + j, bits);
                 __asm__ volatile("" ::: "memory"); /* weights are read again: kept in registers they push out sums */
                 for (int q = 0; q < count; q++)
                     for (int j = 0; j < many; j++) acc[v + j][q] += x[j] * mine[v + j][q * PAGE + t];
@@ -174,7 +198,7 @@ inlined void weigh_some(const uint8_t *from, const int bits, const int steps, in
         }
     for (int v = 0; v < steps * parts; v++)
         for (int q = 0; q < count; q++)
-            store(out + q * dim + v % parts * width + i + v / parts * LANES, acc[v][q]);
+            store_narrow(out + q * dim + v % parts * width + i + v / parts * NARROW, acc[v][q]);
 }
 
 /* out[q][d] += sum over t of weight[group of d][q][t] * token t [d]. */
@@ -183,9 +207,9 @@ inlined void weigh(const uint8_t *from, const int bits, int64_t tokens, int64_t 
     const int steps = BLOCK / parts_of(bits);
     const int64_t width = dim / parts_of(bits);
     int64_t i = 0;
-    for (; i + steps * LANES <= width; i += steps * LANES)
+    for (; i + steps * NARROW <= width; i += steps * NARROW)
         weigh_some(from, bits, steps, i, tokens, dim, groups, weight, count, out);
-    for (; i < width; i += LANES) weigh_some(from, bits, 1, i, tokens, dim, groups, weight, count, out);
+    for (; i < width; i += NARROW) weigh_some(from, bits, 1, i, tokens, dim, groups, weight, count, out);
 }
 
 /* Both with bits and count as constants, which keeps the sums in registers. */
@@ -214,10 +238,10 @@ static void any_weigh(const uint8_t *from, int bits, int64_t tokens, int64_t dim
 }
 
 /* Codes of up to a page of tokens, ready for the two above: as they are, or as floats where a part of a head dim is no
- * multiple of LANES. */
+ * multiple of NARROW. */
 static const uint8_t *ready(const uint8_t *from, int *bits, int64_t tokens, int64_t dim, float *tile) {
     const int64_t width = dim / parts_of(*bits), size = bytes_of(*bits, dim);
-    if (width % LANES == 0) return from;
+    if (width % NARROW == 0) return from;
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t d = 0; d < dim; d++)
             tile[t * dim + d] = (float)(from[t * size + d % width] >> (d / width * *bits) & ((1 << *bits) - 1));

@@ -27,7 +27,7 @@ from predictor.errors import FadeError
 from predictor.files import write_aside
 
 SOURCE = Path(__file__).with_name("attend.c")
-HEADER = SOURCE.with_name("codes.h")
+HEADERS = [SOURCE.with_name(name) for name in ("codes.h", "integers.h")]
 FLAGS = (
     "-O3",
     "-march=native",
@@ -60,9 +60,8 @@ def build() -> Path:
     if compiler is None:
         raise FadeError("no C compiler found; install gcc for the fast CPU kernel")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    facts = "\n".join(
-        [SOURCE.read_text(), HEADER.read_text(), *FLAGS, version, platform.machine(), _processor()]
-    )
+    sources = [path.read_text() for path in (SOURCE, *HEADERS)]
+    facts = "\n".join([*sources, *FLAGS, version, platform.machine(), _processor()])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fade-predictor"
     library = cache / f"attend-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not library.exists():

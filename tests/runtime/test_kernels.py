@@ -1,6 +1,7 @@
 """The compiled CPU kernel against the plain torch reference, and what happens without a compiler."""
 
 import functools
+import platform
 import subprocess
 import sys
 import warnings
@@ -234,6 +235,30 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     for mine, other in zip(_flat(cpu.attend(*given)), _flat(reference.attend(*given)), strict=True):
         assert bool(mine.isfinite().all())
         assert _difference(mine, other) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of this family")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "skylake-avx512"])
+def test_builds_for_lesser_processors_agree(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file without vector instructions, with AVX2, and with AVX-512 that multiplies no bytes."""
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    if {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512bw"}[processor] not in flags:
+        pytest.skip(f"this machine cannot run {processor}")
+    given = [
+        (torch.randn(2, 3, dim) / 2, *torch.randn(2, 2, 70, dim), [Part(packed)], torch.rand(3))
+        for dim in (16, 64, 80, 128)
+        for packed in [_mixed(_ragged([130, 41], dim))]
+    ]
+    native = [_flat(cpu.attend(*each)) for each in given]
+    monkeypatch.setattr(cpu, "FLAGS", [flag.replace("native", processor) for flag in cpu.FLAGS])
+    monkeypatch.setattr(cpu, "_library", functools.cache(cpu._library.__wrapped__))
+    cpu.self_test()
+    for each, expected in zip(given, native, strict=True):
+        for ours, theirs in zip(_flat(cpu.attend(*each)), expected, strict=True):
+            assert _difference(ours, theirs) < 1e-5
 
 
 @pytest.mark.kernels

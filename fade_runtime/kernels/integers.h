@@ -1,0 +1,227 @@
+/* Products with codes in integers, where the processor multiplies bytes (AVX-512 VNNI).
+ *
+ * A float is written as three signed bytes times powers of 256 and a common factor, so 24 bits of the largest of its
+ * neighbours are kept; codes are multiplied by each byte and summed exactly, 64 products an instruction. Same results
+ * as `any_dots` and `any_weigh` in codes.h, up to the rounding of floats.
+ */
+#include "codes.h"
+
+#if defined __AVX512VNNI__ && defined __AVX512VBMI__
+#define INTEGERS
+#endif
+
+#ifdef INTEGERS
+#define BYTES 3         /* of a float */
+#define LARGEST 8.3e6f  /* below 127 * (1 + 256 + 256^2) */
+#define WIDTH 16        /* bytes of a token that are taken at once */
+#define AHEAD PAGE      /* tokens that are asked for before their turn */
+#define MOST_DIM 512    /* sums stay below 2^24, which floats hold exactly */
+
+typedef __m512i wide;
+
+/* The first n of 16. */
+inlined __mmask16 below(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+
+/* Where `to_bytes` puts float i of the first line: 16 floats after the other, BLOCK lines of them, their planes. */
+inlined int64_t place(int64_t i) { return (i & ~15) * 4 * BLOCK + (i & 15); }
+
+#define PLANE 16        /* from a float's byte to its next byte */
+#define LINE 64         /* from a line to the next */
+
+/* from[q][i] = factor * (byte 0 + 256 * byte 1 + 256^2 * byte 2) for i < n; zero from there to a multiple of 16. Returns
+ * the factor. */
+inlined float to_bytes(const float *from, const int count, int64_t stride, int64_t n, int8_t *bytes) {
+    const wide planes = _mm512_set_epi8( /* byte 0 of the 16 floats, byte 1, byte 2, nothing */
+        63, 59, 55, 51, 47, 43, 39, 35, 31, 27, 23, 19, 15, 11, 7, 3, 62, 58, 54, 50, 46, 42, 38, 34, 30, 26, 22, 18,
+        14, 10, 6, 2, 61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52, 48, 44, 40, 36, 32, 28,
+        24, 20, 16, 12, 8, 4, 0);
+    const wide half = _mm512_set1_epi32(0x808080); /* bytes become b + 128, none carries */
+    __m512 top = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += 16)
+        for (int q = 0; q < count; q++)
+            top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(below(n - i), from + q * stride + i)));
+    const float largest = _mm512_reduce_max_ps(top), some = largest > 1e-30f ? largest : INFINITY;
+    const __m512 scale = _mm512_set1_ps(LARGEST / some);
+    for (int64_t i = 0; i < n; i += 16)
+        for (int q = 0; q < count; q++) {
+            const __m512 mine = _mm512_maskz_loadu_ps(below(n - i), from + q * stride + i);
+            const wide x = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(mine, scale)), half);
+            _mm512_storeu_si512(bytes + place(i) + q * LINE, _mm512_permutexvar_epi8(planes, _mm512_xor_si512(x, half)));
+        }
+    return largest / LARGEST;
+}
+
+/* 16 bytes of each of four tokens, `step` bytes apart. */
+inlined wide four_tokens(const uint8_t *from, int64_t step) {
+    wide four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(from + step)), 1);
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(from + 2 * step)), 2);
+    return _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(from + 3 * step)), 3);
+}
+
+/* The codes of a part in bytes that hold 8 / bits parts. */
+inlined wide part_codes(wide bytes, int part, const int bits) {
+    if (bits == 8) return bytes;
+    return _mm512_and_si512(_mm512_srli_epi16(bytes, part * bits), _mm512_set1_epi8((1 << bits) - 1));
+}
+
+/* sum += products of each lane's four codes with four bytes. Written out, since compilers load the bytes first and
+ * then lack registers for sums. */
+inlined void multiply(wide *sum, wide codes, const int8_t *bytes) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(*sum) : "v"(codes), "m"(*(const int32_t *)bytes));
+}
+
+/* The floats that the sums over each byte make. */
+inlined __m512 whole(const wide *bytes, float factor) {
+    __m512 sum = _mm512_cvtepi32_ps(bytes[BYTES - 1]);
+    for (int b = BYTES - 2; b >= 0; b--)
+        sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(bytes[b]));
+    return _mm512_mul_ps(sum, _mm512_set1_ps(factor));
+}
+
+/* Four bytes a lane: bytes 4 * j to 4 * j + 3 of 16 tokens. */
+inlined void columns(const uint8_t *from, int64_t size, wide column[4]) {
+    const wide a = four_tokens(from, 4 * size), b = four_tokens(from + size, 4 * size);
+    const wide c = four_tokens(from + 2 * size, 4 * size), d = four_tokens(from + 3 * size, 4 * size);
+    const wide ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    const wide ab2 = _mm512_unpackhi_epi32(a, b), cd2 = _mm512_unpackhi_epi32(c, d);
+    column[0] = _mm512_unpacklo_epi64(ab, cd), column[1] = _mm512_unpackhi_epi64(ab, cd);
+    column[2] = _mm512_unpacklo_epi64(ab2, cd2), column[3] = _mm512_unpackhi_epi64(ab2, cd2);
+}
+
+/* `dots` of 16 * groups tokens, of which `tokens` are written. */
+inlined void integer_dots_of(const uint8_t *from, const int bits, const int groups, int64_t tokens, int64_t dim,
+                             const int8_t *query, float factor, const float *constant, const int count, float *line,
+                             int64_t stride) {
+    const int64_t size = bytes_of(bits, dim);
+    wide sum[BLOCK][2][BYTES] = {0}, column[2][4];
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        for (int g = 0; g < groups; g++) columns(from + g * 16 * size + i, size, column[g]);
+        for (int j = 0; j < 4; j++) {
+            for (int g = 0; g < groups; g++) __builtin_prefetch(from + (AHEAD + g * 16) * size + 16 * i + 64 * j);
+            for (int part = 0; part < parts_of(bits); part++) {
+                wide codes[2];
+                for (int g = 0; g < groups; g++) codes[g] = part_codes(column[g][j], part, bits);
+                const int8_t *mine = query + place(part * size + i) + 4 * j;
+                for (int q = 0; q < count; q++)
+                    for (int b = 0; b < BYTES; b++)
+                        for (int g = 0; g < groups; g++)
+                            multiply(&sum[q][g][b], codes[g], mine + q * LINE + b * PLANE);
+            }
+        }
+    }
+    for (int q = 0; q < count; q++)
+        for (int g = 0; g < groups; g++) {
+            const __m512 score = _mm512_add_ps(whole(sum[q][g], factor), _mm512_set1_ps(constant[q]));
+            _mm512_mask_storeu_ps(line + q * stride + 16 * g, below(tokens - 16 * g), score);
+        }
+}
+
+inlined void integer_dots(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, const float *query,
+                          const float *constant, const int count, float *line, int64_t stride) {
+    const int64_t size = bytes_of(bits, dim);
+    int8_t bytes[BLOCK * 4 * MOST_DIM];
+    uint8_t padded[16 * MOST_DIM];
+    const float factor = to_bytes(query, count, dim, dim, bytes);
+    int64_t t = 0;
+    for (; t + 32 <= tokens; t += 32)
+        integer_dots_of(from + t * size, bits, 2, 32, dim, bytes, factor, constant, count, line + t, stride);
+    for (; t < tokens; t += 16) {
+        const uint8_t *mine = from + t * size;
+        if (t + 16 > tokens) mine = memcpy(padded, mine, (size_t)((tokens - t) * size));
+        integer_dots_of(mine, bits, 1, tokens - t, dim, bytes, factor, constant, count, line + t, stride);
+    }
+}
+
+/* One or two parts of `weigh`, from channel i of each, 16 channels, tokens first to last (a multiple of 4). */
+inlined void integer_weigh_of(const uint8_t *from, const int bits, const int part, int64_t i, int64_t first,
+                              int64_t last, int64_t dim, int64_t groups, const int8_t *weight, const float *factor,
+                              const int count, float *out) {
+    const int parts = bits == 8 ? 1 : 2;
+    const int64_t size = bytes_of(bits, dim);
+    const wide by_token = _mm512_set_epi8(
+        63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26, 10, 57, 41, 25, 9,
+        56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20, 4, 51, 35, 19, 3, 50, 34, 18, 2, 49, 33,
+        17, 1, 48, 32, 16, 0);
+    wide sum[2][BLOCK][BYTES] = {0};
+    int64_t group[2];
+    for (int p = 0; p < parts; p++) group[p] = groups == 1 ? 0 : ((part + p) * size + i) * groups / dim;
+    for (int64_t t = first; t < last; t += 4, from += 4 * size) {
+        __builtin_prefetch(from + AHEAD * size + 4 * i);
+        const wide four = _mm512_permutexvar_epi8(by_token, four_tokens(from + i, size));
+        for (int p = 0; p < parts; p++) {
+            const wide codes = part_codes(four, part + p, bits);
+            const int8_t *mine = weight + place(group[p] * PAGE + t);
+            for (int q = 0; q < count; q++)
+                for (int b = 0; b < BYTES; b++) multiply(&sum[p][q][b], codes, mine + q * LINE + b * PLANE);
+        }
+    }
+    for (int p = 0; p < parts; p++)
+        for (int q = 0; q < count; q++) {
+            float *to = out + q * dim + (part + p) * size + i;
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), whole(sum[p][q], factor[group[p]])));
+        }
+}
+
+inlined void integer_weigh(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, int64_t groups,
+                           const float *weight, const int count, float *out) {
+    const int64_t size = bytes_of(bits, dim), fours = tokens & ~3;
+    int8_t bytes[BLOCK * 4 * MOST_DIM];
+    uint8_t padded[4 * MOST_DIM];
+    float factor[MOST_DIM / PAGE];
+    for (int64_t g = 0; g < groups; g++)
+        factor[g] = to_bytes(weight + g * BLOCK * PAGE, count, PAGE, tokens, bytes + place(g * PAGE));
+    if (fours < tokens) memcpy(padded, from + fours * size, (size_t)((tokens - fours) * size));
+    for (int64_t i = 0; i < size; i += WIDTH)
+        for (int part = 0; part < parts_of(bits); part += 2) {
+            integer_weigh_of(from, bits, part, i, 0, fours, dim, groups, bytes, factor, count, out);
+            if (fours < tokens)
+                integer_weigh_of(padded, bits, part, i, fours, fours + 4, dim, groups, bytes, factor, count, out);
+        }
+}
+#endif
+
+/* Whether codes of a token come in whole vectors that lie in one group of values. */
+inlined int in_integers(int bits, int64_t dim, int64_t groups) {
+#ifdef INTEGERS
+    return bits != FLOAT && bytes_of(bits, dim) % WIDTH == 0 && dim / groups % 16 == 0 &&
+           dim <= MOST_DIM && groups <= MOST_DIM / PAGE;
+#else
+    return (void)bits, (void)dim, (void)groups, 0;
+#endif
+}
+
+#define EACH_BITS(CASE) EACH_COUNT(CASE, 2) EACH_COUNT(CASE, 4) EACH_COUNT(CASE, 8)
+
+/* Ask for the bytes that come a page later, whatever they are. */
+static void fetch_ahead(const uint8_t *from, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + size + i);
+}
+
+/* `any_dots` of codes as they are stored; tile: tokens * dim floats. */
+static void code_dots(const uint8_t *from, int bits, int64_t tokens, int64_t dim, const float *query,
+                      const float *constant, int count, float *line, int64_t stride, float *tile) {
+#ifdef INTEGERS
+#define CASE(BITS, COUNT) \
+    case BITS * 8 + COUNT: integer_dots(from, BITS, tokens, dim, query, constant, COUNT, line, stride); return;
+    if (in_integers(bits, dim, 1)) switch (bits * 8 + count) { EACH_BITS(CASE) }
+#undef CASE
+#endif
+    fetch_ahead(from, tokens * bytes_of(bits, dim));
+    from = ready(from, &bits, tokens, dim, tile);
+    any_dots(from, bits, tokens, dim, query, constant, count, line, stride);
+}
+
+/* `any_weigh` of codes as they are stored; tile: tokens * dim floats. */
+static void code_weigh(const uint8_t *from, int bits, int64_t tokens, int64_t dim, int64_t groups, const float *weight,
+                       int count, float *out, float *tile) {
+#ifdef INTEGERS
+#define CASE(BITS, COUNT) \
+    case BITS * 8 + COUNT: integer_weigh(from, BITS, tokens, dim, groups, weight, COUNT, out); return;
+    if (in_integers(bits, dim, groups)) switch (bits * 8 + count) { EACH_BITS(CASE) }
+#undef CASE
+#endif
+    fetch_ahead(from, tokens * bytes_of(bits, dim));
+    from = ready(from, &bits, tokens, dim, tile);
+    any_weigh(from, bits, tokens, dim, groups, weight, count, out);
+}
