@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fade_runtime.packed import Bits
 from fade_runtime.policy import POLICIES
 from fade_runtime.tiers import Tier
+from predictor.certificate import SHARE, choose_rung
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -252,6 +253,47 @@ class FadeConfig:
     def aggressive(cls, predictor: str | Path | Predictor | None = None, **options: Any) -> FadeConfig:
         """About 10 times smaller at 2,048 tokens: a fifth of the context kept, by the predictor or else by h2o."""
         return cls._evicting(0.2, predictor, options)
+
+    @classmethod
+    def risk(
+        cls,
+        kl: float = 0.01,
+        confidence: float = 0.95,
+        predictor: str | Path | Predictor | None = None,
+        share: float = SHARE,
+        **options: Any,
+    ) -> FadeConfig:
+        """The strongest compression that the predictor's certificate answers for.
+
+        With the given confidence, at least a share of texts like those it was certified on loses no more than ``kl``
+        per token; the certificate says on which texts, of which length. Nothing is assumed of how losses are spread.
+
+        Args:
+            kl: target, KL(full || compressed) per token in nats.
+            confidence: of the promise. share: of texts that it is made for.
+            predictor: reference or loaded predictor, certified by `python -m pipelines.certify`.
+            options: other options; they are not certified.
+
+        Raises:
+            FadeError: no predictor, no certificate, too few texts, or a target that no compression meets.
+
+        Example:
+            >>> FadeConfig.risk(kl=0.01, predictor="smollm2-135m-instruct").eviction_policy
+            'learned'
+        """
+        from predictor.registry import load_predictor
+
+        if not kl > 0 or not 0 < confidence < 1 or not 0 < share < 1:
+            raise FadeError(
+                f"kl {kl!r}, confidence {confidence!r}, share {share!r}: use more than 0, and shares between 0 and 1"
+            )
+        if predictor is None:
+            raise FadeError("risk reads a predictor's certificate; give predictor='models:/NAME@champion' or a path")
+        loaded = load_predictor(predictor)
+        rung = choose_rung(loaded.certificate, kl, confidence, share, loaded.name)
+        if rung.int4_budget is None:
+            return cls.safe(**options)
+        return cls._evicting(rung.int4_budget, loaded, options)
 
     @classmethod
     def _evicting(cls, budget: float, predictor: Any, options: dict[str, Any]) -> FadeConfig:

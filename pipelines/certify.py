@@ -1,17 +1,25 @@
-"""Measure a predictor where it will work: in the cache, on text of a source that it was not trained on."""
+"""Measure a predictor where it will work: in the cache, on text of a source that it was not trained on.
+
+`pipelines.register` does so for every bundle. `python -m pipelines.certify --bundle DIR` measures the ladder of budgets
+which `FadeConfig.risk` climbs, on other or more text.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fade_runtime import FadeConfig
+from pipelines.cli import run
 from pipelines.measure import FULL, Measured, Method, compare
-from predictor.bundle import Predictor
+from predictor.bundle import Predictor, load_bundle, save_bundle
+from predictor.certificate import SHARE, Rung, upper_bound
 from predictor.errors import FadeError
 
 HEURISTICS = ("position", "h2o", "ema")
@@ -19,6 +27,7 @@ THIS, CLOSED_FORM = "this", "closed form"
 TIE = 0.2  # relative difference of two KLs that a handful of documents cannot tell apart
 TIE_KL, TIE_TOP1 = 0.001, 0.01  # and absolute ones, of KLs in nats and of top-1 agreements
 WHAT = ("kl", "worst_kl", "copy_kl", "top1")
+LADDER = (None, 0.6, 0.43, 0.3, 0.2, 0.15, 0.1)  # budgets of the ladder; None: everything, in 4 bits
 LEAD = 16  # tokens of the repetition that belong to the prompt of a copy
 
 
@@ -82,6 +91,36 @@ def certify(
         for index, method in enumerate(methods)
         if method.name != FULL
     }
+
+
+def measure_ladder(
+    model: Any,
+    predictor: Predictor,
+    texts: Sequence[Tensor],
+    *,
+    steps: int,
+    budgets: Sequence[float | None] = LADDER,
+    on_text: Any = lambda: None,
+) -> list[Rung]:
+    """KL of each text at each budget.
+
+    Args:
+        model: the language model, float32. predictor: with its head budgets.
+        texts: [1, context + steps] token ids each. steps: tokens decoded, teacher-forced.
+        budgets: shares of the context that are kept in the body; None: all of it.
+        on_text: called after each text.
+    """
+    evicting = FadeConfig(eviction_policy="learned", predictor=predictor)
+    configs = [FadeConfig.safe() if b is None else evicting.with_options(int4_budget=b) for b in budgets]
+    methods = [Method(FULL, None), *(Method(str(b), config) for b, config in zip(budgets, configs))]
+    rows: list[list[Measured]] = []
+    for tokens in texts:
+        rows.append(compare(model, methods, tokens, steps, timed=False)[1:])
+        on_text()
+    return [
+        Rung(budget, _compression(column), tuple(_mean(one.kl) for one in column))
+        for budget, column in zip(budgets, map(list, zip(*rows)))
+    ]
 
 
 def copy_of(tokens: Tensor, steps: int) -> Tensor:
@@ -149,6 +188,36 @@ class HeldOutTexts:
         """
         from tqdm import tqdm
 
+        lm, texts, sources = self._open(predictor, not_from)
+        with tqdm(total=2 * len(texts), desc="In the cache", unit="text") as bar:
+            figures = certify(
+                lm, predictor, closed_form, texts, budget=budget, steps=self.steps, on_text=bar.update
+            )
+        return {
+            "figures": figures,
+            "documents": len(texts),
+            "sources": ", ".join(sorted(set(sources))),
+            "context": self.context,
+            "steps": self.steps,
+            "budget": budget,
+        }
+
+    def ladder(self, predictor: Predictor, not_from: Sequence[str]) -> dict[str, Any]:
+        """Measure the ladder, with a progress bar; returns it as a certificate holds it.
+
+        Raises:
+            FadeError: another model, too little text, or text of a source that was trained on.
+        """
+        from tqdm import tqdm
+
+        lm, texts, sources = self._open(predictor, not_from)
+        with tqdm(total=len(texts), desc="Ladder of budgets", unit="text") as bar:
+            rungs = measure_ladder(lm, predictor, texts, steps=self.steps, on_text=bar.update)
+        about = {"context": self.context, "steps": self.steps, "texts": sources}
+        return {**about, "rungs": [rung.to_dict() for rung in rungs]}
+
+    def _open(self, predictor: Predictor, not_from: Sequence[str]) -> tuple[Any, list[Tensor], list[str]]:
+        """The language model, the texts' token ids, and the source of each text."""
         from data.lm import encode, load_lm
         from data.text import load_documents
 
@@ -162,18 +231,7 @@ class HeldOutTexts:
         if seen := sorted({one.source for one in found} & set(not_from)):
             raise FadeError(f"held_out text {seen[0]} was trained on; name text of another source")
         texts = [torch.tensor(encode(tokenizer, one.text)[:length])[None] for one in found]
-        with tqdm(total=2 * len(texts), desc="In the cache", unit="text") as bar:
-            figures = certify(
-                lm, predictor, closed_form, texts, budget=budget, steps=self.steps, on_text=bar.update
-            )
-        return {
-            "figures": figures,
-            "documents": len(found),
-            "sources": ", ".join(sorted({one.source for one in found})),
-            "context": self.context,
-            "steps": self.steps,
-            "budget": budget,
-        }
+        return lm, texts, [one.source for one in found]
 
 
 def as_facts(certificate: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,9 +256,66 @@ def _figures(plain: Sequence[Measured], copied: Sequence[Measured]) -> Figures:
         worst_kl=max(kls),
         top1=_mean([_mean(row.agree) for row in plain]),
         copy_kl=_mean([_mean(row.kl) for row in copied]),
-        compression=sum(row.full_bytes for row in plain) / sum(row.resident_bytes for row in plain),
+        compression=_compression(plain),
     )
+
+
+def _compression(rows: Sequence[Measured]) -> float:
+    return sum(row.full_bytes for row in rows) / sum(row.resident_bytes for row in rows)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def certify_bundle(
+    bundle: str,
+    model: str = "artefacts/models/smollm2-135m-instruct",
+    held_out: list[str] = ["builtin:readmes"],  # noqa: B006
+    documents: int = 24,
+    context: int = 1024,
+    steps: int = 64,
+    confidence: float = 0.95,
+    share: float = SHARE,
+) -> None:
+    """Measure KL on held-out texts at a ladder of budgets and write it into a bundle's certificate.
+
+    `FadeConfig.risk(kl=...)` then picks the strongest compression that the certificate answers for. Weights, budgets of
+    heads and provenance stay as they are; the bundle is replaced as a whole or not at all. Prints the ladder with what
+    the given share of such texts stays below at the given confidence.
+
+    Args:
+        bundle: directory of the bundle.
+        model: directory or hub id of the language model that it was trained for.
+        held_out: text of sources that were not trained on (as for collect_traces).
+        documents: how many texts; 14 answer for a share .8 with a confidence of .95, 24 do so with one text to spare.
+        context: tokens of each text before decoding starts.
+        steps: tokens decoded after it, teacher-forced.
+        confidence: of what is printed.
+        share: of texts, of what is printed.
+    """
+    if documents < 1 or context < 1 or steps < 2:
+        raise FadeError(f"documents {documents}, context {context}, steps {steps}: use at least 1, 1 and 2")
+    predictor = load_bundle(bundle)
+    trained_on = [each.rpartition(" ")[0] for each in str(predictor.manifest.get("sources", "")).split(", ")]
+    measured = HeldOutTexts(model, held_out, documents, context, steps).ladder(predictor, trained_on)
+    save_bundle(
+        Path(bundle),
+        predictor.net,
+        spec=predictor.spec,
+        provenance=predictor.provenance,
+        metrics=predictor.metrics,
+        manifest=predictor.manifest,
+        budgets=predictor.budgets,
+        certificate={**(predictor.certificate or {}), "ladder": measured},
+    )
+    print(f"{'budget':>8} {'compression':>12} {'KL, mean':>9} {'worst':>8} {f'{share:g} of texts':>14}")
+    for rung in (Rung(**each) for each in measured["rungs"]):
+        bound = upper_bound(rung.kl, share, confidence)
+        kept = "all" if rung.int4_budget is None else f"{rung.int4_budget:.0%}"
+        told = f"< {bound:.4f}" if bound < float("inf") else "unknown"
+        print(f"{kept:>8} {rung.compression:>11.2f}x {_mean(rung.kl):>9.4f} {max(rung.kl):>8.4f} {told:>14}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(certify_bundle))

@@ -98,6 +98,10 @@ def register(
             candidates += closed_form_instead(trained, closed_form, traces)
 
     where = Path(bundle or f"artefacts/bundles/{name}")
+    for candidate in candidates:
+        if candidate.promoted and candidate.certificate is not None:
+            ladder = texts.ladder(candidate.predictor, not_from=sources(collection))
+            candidate.certificate["ladder"] = ladder
     for candidate, folder in zip(candidates, (where, where.with_name(f"{where.name}-closed-form"))):
         version = publish(candidate, folder, name, alias, tracking_uri)
         print(f"bundle {folder}, version {version} of {name}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from predictor.budgets import HeadBudgets
+from predictor.certificate import SHARE, ladder, upper_bound
 
 RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>[\d.]+)")
 
@@ -99,8 +100,8 @@ def _recoveries(metrics: Mapping[str, float]) -> str:
 
 def _certified(certificate: Mapping[str, Any] | None) -> str:
     """What it cost the language model, as a section."""
-    if certificate is None:
-        return ""
+    if certificate is None or "figures" not in certificate:
+        return _ladder(certificate)
     head = f"""## Measured in the cache
 
 KL to the full cache per token, in nats, on {certificate["documents"]} texts of {certificate["sources"]}, which it was
@@ -116,6 +117,30 @@ the context kept in the body, in 4 bits. Copy: the end of the text repeats its b
         f"{f['compression']:.2f}x |\n"
         for name, f in rows
     )
+    return head + "".join(lines) + "\n" + _ladder(certificate)
+
+
+def _ladder(certificate: Mapping[str, Any] | None) -> str:
+    """KL at several budgets, as a section."""
+    if not certificate or "ladder" not in certificate:
+        return ""
+    measured, rungs = certificate["ladder"], ladder(certificate)
+    head = f"""## Certified at several budgets
+
+The same on {len(rungs[0].kl)} texts of {", ".join(sorted(set(measured["texts"])))}:
+{measured["context"]:,} tokens, {measured["steps"]} decoded. `FadeConfig.risk(kl=...)` picks a budget from this table:
+with a confidence of .95, {SHARE:.0%} of texts like these stay below the bound.
+
+| kept in the body | compression | KL, mean | KL, worst | bound |
+|---|---|---|---|---|
+"""
+    lines = []
+    for rung in rungs:
+        kept = "all" if rung.int4_budget is None else f"{rung.int4_budget:.0%}"
+        bound = upper_bound(rung.kl, SHARE, 0.95)
+        told = f"{bound:.4f}" if bound < float("inf") else "too few texts"
+        mean = sum(rung.kl) / len(rung.kl)
+        lines.append(f"| {kept} | {rung.compression:.2f}x | {mean:.4f} | {max(rung.kl):.4f} | {told} |\n")
     return head + "".join(lines) + "\n"
 
 

@@ -91,6 +91,7 @@ def test_what_is_measured_decides(
     assert set(figures) == {THIS, "closed form", "position", "h2o", "ema"}
     promoted, reason = verdict(figures)
     assert status == (0 if promoted else NOT_PROMOTED)
+    assert ("ladder" in certificate) == promoted
     assert reason in (told.out if promoted else told.err)
     assert figures[THIS] == figures["closed form"]  # it is the closed form
     tags = _client(store).get_model_version("first", "1").tags

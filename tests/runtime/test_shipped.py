@@ -52,3 +52,14 @@ def test_presets_with_it_lose_little_at_their_size(real_model_dir: Path) -> None
     assert size["aggressive"] > 9.0
     assert kl["balanced"] < min(0.02, kl["h2o"])
     assert kl["aggressive"] < 0.08
+
+
+def test_it_answers_for_a_risk() -> None:
+    """The less is asked, the more is compressed; its certificate has texts enough for the default promise."""
+    kept = [FadeConfig.risk(kl=kl, predictor=NAME).int4_budget for kl in (0.003, 0.01, 0.03, 1.0)]
+    assert kept[0] is None
+    assert [share for share in kept[1:] if isinstance(share, float)] == sorted(kept[1:], reverse=True)
+    assert FadeConfig.risk(kl=0.01, confidence=0.5, predictor=NAME).int4_budget <= kept[1]
+    with pytest.raises(FadeError, match="no compression of .* is certified for KL 0.0001"):
+        FadeConfig.risk(kl=0.0001, predictor=NAME)
+    assert FadeConfig.risk(kl=0.01, predictor=NAME).eviction_policy == "learned"

@@ -1,0 +1,131 @@
+"""What a bundle promises: KL of held-out texts at a ladder of budgets, and the most compression it answers for.
+
+No distribution is assumed, and few texts are enough, because what is promised is a share of texts and not a mean: with
+the given confidence, at least that share of texts like the held-out ones stays below the target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from predictor.errors import FadeError
+
+SHARE = 0.8  # of texts; 14 texts are enough to answer for it with a confidence of .95
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One budget of the ladder.
+
+    Attributes:
+        int4_budget: share of the context kept in the body; None for all of it, in 4 bits.
+        compression: of all texts together, as a 16-bit model has it.
+        kl: KL(full || compressed) per token of each text, nats.
+    """
+
+    int4_budget: float | None
+    compression: float
+    kl: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able dictionary."""
+        return {**asdict(self), "compression": round(self.compression, 4), "kl": [round(one, 7) for one in self.kl]}
+
+
+def confidence_below(texts: int, rank: int, share: float) -> float:
+    """Confidence that at least ``share`` of a population lies below the ``rank``-th smallest of so many draws.
+
+    Source: Wilks 1941, Determination of Sample Sizes for Setting Tolerance Limits (Annals of Mathematical Statistics
+    12), section 2: the number of draws in the lower ``share`` is binomial.
+
+    Example:
+        >>> round(confidence_below(texts=14, rank=14, share=0.8), 3)  # 1 - .8 ** 14
+        0.956
+    """
+    return sum(math.comb(texts, k) * share**k * (1 - share) ** (texts - k) for k in range(rank))
+
+
+def upper_bound(kl: Sequence[float], share: float, confidence: float) -> float:
+    """The smallest observed KL that at least ``share`` of such texts stay below, at the given confidence.
+
+    Args:
+        kl: one number for each text, exchangeable with those that are to come.
+
+    Returns:
+        The bound, or infinity where so few texts say nothing of that share.
+
+    Example:
+        >>> upper_bound([0.001 * n for n in range(1, 25)], share=0.8, confidence=0.95)
+        0.023
+        >>> upper_bound([0.001] * 8, share=0.8, confidence=0.95)
+        inf
+    """
+    for rank, bound in enumerate(sorted(kl), start=1):
+        if confidence_below(len(kl), rank, share) >= confidence:
+            return bound
+    return math.inf
+
+
+def choose_rung(
+    certificate: Mapping[str, Any] | None, kl: float, confidence: float, share: float, name: str = "predictor"
+) -> Rung:
+    """Choose the strongest compression that a certificate answers for.
+
+    The ladder is climbed from the least compression until a bound is above the target. Testing in an order that is
+    fixed beforehand, up to the first failure, keeps the confidence for the rung that is chosen.
+
+    Args:
+        certificate: of a bundle. kl: target, nats per token. confidence, share: of what is promised.
+        name: how messages call the bundle.
+
+    Raises:
+        FadeError: no ladder, too few texts, or a target that the first rung misses.
+
+    Source: Bauer 1991, Multiple Testing in Clinical Trials (Statistics in Medicine 10), tests in an order of their own;
+    Angelopoulos et al. 2021, Learn then Test (arXiv 2110.01052), fixed sequence testing.
+    """
+    rungs = ladder(certificate, name)
+    texts = len(rungs[0].kl)
+    if confidence_below(texts, texts, share) < confidence:
+        needed = math.ceil(math.log(1 - confidence) / math.log(share))
+        raise FadeError(
+            f"the certificate of {name} has {texts} texts, too few for confidence {confidence} on a share {share} of "
+            f"texts, which takes {needed}; certify it on more (python -m pipelines.certify), or ask for less"
+        )
+    bounds = [upper_bound(rung.kl, share, confidence) for rung in rungs]
+    passed = 0
+    while passed < len(rungs) and bounds[passed] <= kl:
+        passed += 1
+    if not passed:
+        raise FadeError(
+            f"no compression of {name} is certified for KL {kl}: with confidence {confidence} the least of them, "
+            f"{rungs[0].compression:.1f}x, stays below {bounds[0]:.4f} on a share {share} of texts; ask for that, or "
+            "use a full cache"
+        )
+    return rungs[passed - 1]
+
+
+def ladder(certificate: Mapping[str, Any] | None, name: str = "predictor") -> list[Rung]:
+    """The rungs of a certificate, largest budget first.
+
+    Raises:
+        FadeError: it has none, or they are damaged.
+    """
+    stored = (certificate or {}).get("ladder")
+    if not stored:
+        raise FadeError(
+            f"{name} has no certificate of KL at several budgets; make it with python -m pipelines.certify"
+        )
+    try:
+        rungs = [
+            Rung(each["int4_budget"], float(each["compression"]), tuple(map(float, each["kl"])))
+            for each in stored["rungs"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FadeError(f"the certificate of {name} is damaged; make it again (pipelines.certify)") from error
+    if not rungs or len({len(rung.kl) for rung in rungs}) > 1 or not all(map(math.isfinite, rungs[0].kl)):
+        raise FadeError(f"the certificate of {name} is damaged; make it again (pipelines.certify)")
+    return sorted(rungs, key=lambda rung: -2.0 if rung.int4_budget is None else -rung.int4_budget)
