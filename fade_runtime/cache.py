@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from fade_runtime import hf
 from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
+from fade_runtime.memory import MemoryController, target_bytes
 from fade_runtime.policy import POLICIES, Policy
 from fade_runtime.text import SeenText, find_tokenizer, table_for
 from fade_runtime.tiers import Tier
@@ -49,9 +50,11 @@ class TieredCache(Cache):
         model: nn.Module,
         codebook: CodebookSet | None = None,
         text: SeenText | None = None,
+        memory: MemoryController | None = None,
     ) -> None:
         super().__init__(layers=layers)
         self.config, self.policy, self.codebook, self.text = config, policy, codebook, text
+        self.memory = memory
         self._model = weakref.ref(model)
         self._listener = None if text is None else hf.listen(model)  # a hook, gone with the last cache that needs it
 
@@ -252,10 +255,12 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     policy = POLICIES[config.eviction_policy](config)
     if policy.predictor is not None:
         policy.predictor.check(model, strict=config.strict)
-    seen = SeenText(table_for(model, find_tokenizer(model, config.tokenizer))) if policy.reads_text else None
+    seen = _seen_text(model, config, policy)
     hf.attach(model)
     text, codebook = hf.text_config(model), _codebook(model, config)
     rotary, sharers = find_rotary(model), hf.sharers(text)
+    stock = hf.stock_layers(text)
+    memory = None if config.memory is None else _controller(model, config, policy, seen, sum(map(hf.can_tier, stock)))
     layers = [
         TieredLayer(
             config,
@@ -266,12 +271,36 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
             codebook=None if codebook is None else codebook.layers[index],
             sharers=sharers[index],
             text=seen,
+            memory=memory,
         )
         if hf.can_tier(layer)
         else layer
-        for index, layer in enumerate(hf.stock_layers(text))
+        for index, layer in enumerate(stock)
     ]
-    return TieredCache(layers, config, policy, model, codebook, seen)
+    return TieredCache(layers, config, policy, model, codebook, seen, memory)
+
+
+def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText | None:
+    if not policy.reads_text and config.assistant is None:
+        return None
+    table = table_for(model, find_tokenizer(model, config.tokenizer)) if policy.reads_text else None
+    if config.assistant is None:
+        return SeenText(table)
+    from fade_runtime.assist import find_assistant
+
+    asked = config.assistant, config.assist_weight, config.assist_tail, config.tokenizer
+    return SeenText(table, find_assistant(model, *asked))
+
+
+def _controller(
+    model: nn.Module, config: FadeConfig, policy: Policy, text: SeenText | None, layers: int
+) -> MemoryController:
+    assert config.memory is not None
+    predictor = [] if policy.predictor is None else _reachable(policy.predictor)
+    extra = stored_bytes(*predictor, *(text.tensors() if text is not None else []))
+    target = target_bytes(config.memory, next(model.parameters()).device)
+    waiting = config.n_sink + config.recent_window + config.reassign_every
+    return MemoryController(target, layers, extra, waiting, config.reassign_every)
 
 
 def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fade_runtime.memory import parsed
 from fade_runtime.packed import Bits
 from fade_runtime.policy import POLICIES
 from fade_runtime.tiers import Tier
@@ -39,6 +40,9 @@ class FadeConfig:
             (0, 1]), "topk" for max(128, 5 % of the context), or None for all of them.
         low_budget: body tokens per kv head in the low tier, a whole number or a share; 0: no low tier; None: all that
             the INT4 tier does not take, so that nothing is evicted.
+        memory: bytes that the cache may take, in place of a budget: a number, a text such as "512MiB", or a share of
+            the device memory that is free when the cache is made (a float in (0, 1]). Compression rises in steps from
+            4x to 16x as tokens come. Layers that are not compressed (sliding windows) are not counted.
         low_tier: "int2" (few bits, by default 4 for keys and 2 for values) or "pq" (product quantisation: a few bytes
             a token, but a quarter in INT4 and the rest so lost KL .056 on SmolLM2-135M where int2 lost .002, no more
             than evicting it).
@@ -58,8 +62,13 @@ class FadeConfig:
         recover: for "fastgen": share of a kv head's attention that its policy must recover, in (0, 1]. The policies:
             special tokens; and punctuation; and frequent tokens; and local ones; everything.
         frequent_share, local_share: for "fastgen": shares of the context that count as frequent and as local.
-        tokenizer: for "fastgen", which must know special tokens and punctuation: a tokenizer, its directory, or None
-            for the one that lies where the model was loaded from. Nothing is downloaded.
+        tokenizer: for "fastgen", which must know special tokens and punctuation, and to compare an assistant's: a
+            tokenizer, its directory, or None for the one that lies where the model was loaded from. Nothing is
+            downloaded.
+        assistant: a smaller model that reads the end of each prompt too, and has a part in the scores: a model of the
+            same tokenizer, its directory, or a number: so many first layers of the model itself.
+        assist_weight: the main model's part in the scores, from .6 to .8.
+        assist_tail: tokens at the end of a prompt that the assistant reads.
         positions: "original": keys keep the rotation of their place in the text. "streaming": kept tokens are
             rotated to contiguous positions when they are read, so generation may run past the trained context.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
@@ -85,6 +94,7 @@ class FadeConfig:
     recent_window: int = 64
     int4_budget: int | float | str | None = None
     low_budget: int | float | None = 0
+    memory: int | float | str | None = None
     low_tier: str = "int2"
     middle_k_bits: int = 4
     middle_v_bits: int = 4
@@ -100,6 +110,9 @@ class FadeConfig:
     frequent_share: float = 0.3
     local_share: float = 0.3
     tokenizer: Any = None
+    assistant: Any = None
+    assist_weight: float = 0.7
+    assist_tail: int = 1024
     positions: str = "original"
     reassign_every: int = 64
     chunked_prefill: bool = False
@@ -109,7 +122,7 @@ class FadeConfig:
 
     def __post_init__(self) -> None:
         """Check every option by itself, then together."""
-        for name, least in (("n_sink", 0), ("recent_window", 1), ("reassign_every", 1)):
+        for name, least in (("n_sink", 0), ("recent_window", 1), ("reassign_every", 1), ("assist_tail", 1)):
             value = getattr(self, name)
             if not _whole(value) or value < least:
                 raise FadeError(f"{name} {value!r} is not a whole number of at least {least}")
@@ -157,15 +170,17 @@ class FadeConfig:
             raise FadeError(
                 "int4_budget None takes every token, so low_budget has nothing to hold; give int4_budget (0 for none)"
             )
+        self._check_memory()
         if self.phase in ("1a", "1b") and self.ranks:
             raise FadeError(
-                f"phase {self.phase!r} evicts nothing; leave int4_budget at None and fastgen out, or set phase='2'"
+                f"phase {self.phase!r} evicts nothing; leave int4_budget and memory at None, and fastgen out, or set "
+                "phase='2'"
             )
         for name in ("tau", "low_tau"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise FadeError(f"{name} {value!r} is not a share in (0, 1]")
-            if value is not None and value < 1 and self.int4_budget is None:
+            if value is not None and value < 1 and self.int4_budget is None and self.memory is None:
                 raise FadeError(
                     f"{name} {value!r} needs int4_budget, the most that a kv head may keep; try 1.0"
                 )
@@ -173,6 +188,21 @@ class FadeConfig:
                 raise FadeError(
                     f"{name} {value!r} needs scores that are shares; eviction_policy 'position' has none"
                 )
+
+    def _check_memory(self) -> None:
+        if self.memory is None:
+            return
+        if isinstance(self.memory, str):
+            parsed(self.memory)
+        elif not (_whole(self.memory) and self.memory > 0) and not (
+            isinstance(self.memory, float) and 0 < self.memory <= 1
+        ):
+            raise FadeError(
+                f"memory {self.memory!r} is neither a number of bytes (above 0), nor a text such as '512MiB', nor a "
+                "share of the free device memory (a float in (0, 1])"
+            )
+        if self.int4_budget is not None or self.low_budget != 0:
+            raise FadeError("memory sets the budget itself; leave int4_budget and low_budget out, or leave memory out")
 
     def _check_parts(self) -> None:
         if self.eviction_policy == "learned" and self.predictor is None:
@@ -185,7 +215,15 @@ class FadeConfig:
             )
         if self.eviction_policy == "fastgen" and min(self.shares) < 1:
             raise FadeError("tau and low_tau share out scores by head, as fastgen does itself; leave them at None")
-        if self.eviction_policy != "fastgen" and self.tokenizer is not None:
+        if self.assistant is not None and (self.eviction_policy == "position" or not self.ranks):
+            raise FadeError(
+                "assistant has a part in scores, and none decides here; set int4_budget, and not policy 'position'"
+            )
+        if isinstance(self.assistant, bool):
+            raise FadeError(f"assistant {self.assistant!r} is neither a model nor a number of layers")
+        if not 0.6 <= self.assist_weight <= 0.8:
+            raise FadeError(f"assist_weight {self.assist_weight!r} is not from 0.6 to 0.8")
+        if self.eviction_policy != "fastgen" and self.assistant is None and self.tokenizer is not None:
             raise FadeError(
                 f"tokenizer is given but eviction_policy is {self.eviction_policy!r}, which reads no text; leave it out"
             )
@@ -217,7 +255,7 @@ class FadeConfig:
     def ranks(self) -> bool:
         """Whether scores decide anything: not when all tokens go to one tier."""
         if self.int4_budget is None:
-            return self.eviction_policy == "fastgen"
+            return self.eviction_policy == "fastgen" or self.memory is not None
         return not (self.int4_budget == 0 and self.low_budget is None)
 
     @property

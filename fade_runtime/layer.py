@@ -27,6 +27,7 @@ from predictor.errors import FadeError
 from predictor.features import attention_and_mass
 
 if TYPE_CHECKING:
+    from fade_runtime.memory import MemoryController
     from fade_runtime.pq import LayerCodebook
     from fade_runtime.text import SeenText
 
@@ -44,6 +45,7 @@ class TieredLayer(CacheLayerMixin):
         index: of the layer in the model.
         sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
         text: what the cache knows of the words, if its policy asks for it.
+        memory: gives the budget, if the target is bytes; shared by the layers.
         observer: told of each compression, or None.
         last_plan: [T] scores or None, tiers before and tiers after the last plan; kept only for an observer.
     """
@@ -62,9 +64,10 @@ class TieredLayer(CacheLayerMixin):
         codebook: LayerCodebook | None = None,
         sharers: int = 0,
         text: SeenText | None = None,
+        memory: MemoryController | None = None,
     ) -> None:
         super().__init__()
-        self.text = text
+        self.text, self.memory = text, memory
         self.config, self.policy, self.index, self.sharers = config, policy, index, sharers
         self._config: Callable[[], Any] = weakref.ref(model_config)
         self._rotary, self._codebook = rotary, codebook
@@ -278,11 +281,21 @@ class TieredLayer(CacheLayerMixin):
             else:
                 state = self.policy.start(Prompt(*given, scaling, self._table))
             if state is not None:
+                state = self._helped(state, row, pad)
                 full.state[row, :, pad:upto] = state
                 if isinstance(self.policy, FastGen) and self.text is not None:
                     assert store.policies is not None
-                    store.policies[row] = self.policy.profile(state, self.text.upto(upto)[row, pad:])
+                    store.policies[row] = self.policy.profile(state, self.text.classes(upto)[row, pad:])
         return None if out is None else out.transpose(1, 2)
+
+    def _helped(self, state: Tensor, row: int, pad: int) -> Tensor:
+        """First statistics [H, S] of a row, fused with an assistant's if there is one."""
+        if self.text is None or self.text.assistant is None:
+            return state
+        length = state.shape[1]
+        slots = torch.arange(length, device=state.device)
+        unit = self.policy.score(torch.ones_like(state), slots, length, length)  # scores are linear in the state
+        return self.text.helped(state * unit, row, pad) / unit
 
     def _table(self, count: int) -> rope.Table | None:
         """Rotary table of the first positions, for a policy."""
@@ -335,6 +348,8 @@ class TieredLayer(CacheLayerMixin):
         upto = self.seen if upto is None else upto
         started = time.perf_counter()
         self.tokens.compress(upto, functools.partial(self._plan, upto))
+        if self.memory is not None:
+            self.memory.note(self.index, *self.tokens.body_size())
         if self._new > 1 and self.index % 4 == 3:  # a prompt; in each layer it would cost 4 % of the time
             give_back(self.device)
         if self.observer is not None:
@@ -351,11 +366,12 @@ class TieredLayer(CacheLayerMixin):
             most: Tensor | None = None
             if isinstance(self.policy, FastGen) and self.text is not None:
                 assert self.tokens.policies is not None
-                policies, classes = self.tokens.policies.flatten(), self.text.upto(upto)[rows // heads, slots]
+                policies, classes = self.tokens.policies.flatten(), self.text.classes(upto)[rows // heads, slots]
                 scores, most = self.policy.narrow(
                     scores, rows, policies, classes, upto - 1 - slots, lengths.repeat_interleave(heads)
                 )
-            budgets = row_budgets(config, self.policy, self.index, lengths, heads, most)
+            share = None if self.memory is None else self.memory.share(lengths, heads, *self.tokens.widths())
+            budgets = row_budgets(config, self.policy, self.index, lengths, heads, most, share)
             tiers = plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=low).tiers.long()
         else:
             tiers = now if config.int4_budget is None else torch.full_like(now, int(low))

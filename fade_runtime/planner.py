@@ -11,7 +11,13 @@ from fade_runtime.tiers import Budgets
 
 
 def row_budgets(
-    config: FadeConfig, policy: Policy, layer: int, lengths: Tensor, heads: int, most: Tensor | None = None
+    config: FadeConfig,
+    policy: Policy,
+    layer: int,
+    lengths: Tensor,
+    heads: int,
+    most: Tensor | None = None,
+    share: float | None = None,
 ) -> Budgets:
     """What each row (batch x kv head) of a layer may keep.
 
@@ -21,6 +27,7 @@ def row_budgets(
         lengths: [B] tokens of each sequence so far, padding left out.
         heads: kv heads.
         most: [batch x kv heads] tokens that each row wants to keep at most; None: all that its budget allows.
+        share: budget of a kv head as a share of the context, in place of the config's (:mod:`fade_runtime.memory`).
 
     Example:
         >>> config = FadeConfig(int4_budget=0.25, low_budget=8, n_sink=0)
@@ -32,7 +39,7 @@ def row_budgets(
     low: list[int] = []
     wanted = None if most is None else most.view(-1, heads).tolist()
     for row, length in enumerate(lengths.tolist()):
-        given = config.budgets(length) or (length, 0)
+        given = (config.budgets(length) or (length, 0)) if share is None else (int(share * length), 0)
         total = sum(given)
         shares = policy.head_shares(layer, min(total, length) / max(length, 1))
         if shares is None and wanted is None:

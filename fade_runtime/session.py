@@ -32,7 +32,8 @@ from predictor.provenance import check_provenance, model_provenance
 
 VERSION = 1
 TENSORS, FACTS = "session.safetensors", "session.json"
-CLASSES = "text.classes"  # of the tokens, where the policy reads the text
+NAMED = ("tokenizer", "assistant")  # options that are stored by where they were loaded from
+IDS = "text.ids"  # of the tokens, where the cache reads the text
 FREE = ("strict", "phase")  # options that change nothing in a cache that is there
 REFERENCES = ("predictor", "codebook")  # options that are compared by what they stand for
 
@@ -127,7 +128,7 @@ def cache_state_dict(cache: TieredCache) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
     layers = [layer_facts(layer, index, tensors) for index, layer in enumerate(cache.layers)]
     if cache.text is not None:
-        tensors[CLASSES] = cache.text.classes.to("cpu", copy=True)
+        tensors[IDS] = cache.text.ids.to("cpu", copy=True)
     facts = {
         "version": VERSION,
         "transformers": transformers.__version__,
@@ -169,21 +170,22 @@ def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: st
             for index, (layer, stored) in enumerate(zip(new, facts["layers"], strict=True))
         ]
         if cache.text is not None:
-            classes = tensors[CLASSES].to(cache.text.table.device, copy=True)
+            ids = tensors[IDS].to(next(model.parameters()).device, copy=True)
     except (FadeError, torch.OutOfMemoryError):
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise _damaged(what, f"{type(error).__name__} {error}") from error
     cache.layers = layers
     if cache.text is not None:
-        cache.text.classes = classes
+        cache.text.ids = ids
 
 
 def stored_options(config: FadeConfig) -> dict[str, Any]:
     """The options of a configuration as JSON-able values; predictor and codebook are left out."""
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in REFERENCES}
-    tokenizer = options["tokenizer"]
-    options["tokenizer"] = None if tokenizer is None else str(getattr(tokenizer, "name_or_path", tokenizer))
+    for name in NAMED:
+        if not (options[name] is None or isinstance(options[name], int)):
+            options[name] = str(getattr(options[name], "name_or_path", options[name]))
     return options
 
 

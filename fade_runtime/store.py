@@ -219,6 +219,17 @@ class TokenStore:
         }
         return {**kept, "EVICTED": int((self.seen - self.pad).sum()) * self.heads - sum(kept.values())}
 
+    def body_size(self) -> tuple[int, int]:
+        """Tokens of the body and the bytes that they take."""
+        stored = [tensor for tokens in self.body() for tensor in tokens.tensors().values()]
+        return sum(len(tokens) for tokens in self.body()), sum(t.untyped_storage().nbytes() for t in stored)
+
+    def widths(self) -> tuple[int, int, float]:
+        """Numbers of a key and a value together, bytes of each in full precision, bytes of both as INT4 codes."""
+        key, value, bits = self.full.key, self.full.value, self.config.bits
+        codes = (key.shape[3] * bits.key + value.shape[3] * bits.value) / 8
+        return key.shape[3] + value.shape[3], key.element_size(), codes
+
     def tiers(self, tokens: Body) -> Tensor:
         """[T] int64 tier of each body token."""
         if isinstance(tokens, PackedTokens):

@@ -1,11 +1,11 @@
-"""What a cache knows of the words it holds: the class of each token, by the model's own tokenizer."""
+"""What a cache knows of the words it holds: token ids, and the class of each by the model's own tokenizer."""
 
 from __future__ import annotations
 
 import functools
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,27 +13,32 @@ from torch.nn.functional import pad
 
 from predictor.errors import FadeError
 
+if TYPE_CHECKING:
+    from fade_runtime.assist import Assistant
+
 OTHER, SPECIAL, PUNCTUATION = 0, 1, 2
 
 
 class SeenText:
-    """The classes of a cache's tokens, in step with its layers.
+    """The ids of a cache's tokens, in step with its layers, and what follows from them.
 
     Args:
-        table: [vocabulary] int8 class of each token id (:func:`token_classes`); shared by copies.
+        table: [vocabulary] int8 class of each token id (:func:`token_classes`), shared by copies; None: not needed.
+        assistant: a smaller model that also says which tokens matter (:mod:`fade_runtime.assist`), or None.
 
     Attributes:
-        classes: [B, S] int8 of the tokens seen.
+        ids: [B, S] int32 of the tokens seen.
     """
 
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-        self.classes = table.new_zeros(0, 0)
+    def __init__(self, table: Tensor | None, assistant: Assistant | None = None) -> None:
+        self.table, self.assistant = table, assistant
+        self.ids = torch.zeros(0, 0, dtype=torch.int32)
+        self._heard: dict[tuple[int, int, int], Tensor] = {}  # what the assistant said in this call
 
     def __deepcopy__(self, memo: object) -> SeenText:
-        """The table is the tokenizer's, the classes are the text's."""
-        copied = SeenText(self.table)
-        copied.classes = self.classes.clone()
+        """Table and assistant are shared, the ids are the text's."""
+        copied = SeenText(self.table, self.assistant)
+        copied.ids = self.ids.clone()
         return copied
 
     def note(self, ids: Tensor | None, seen: int) -> None:
@@ -48,44 +53,65 @@ class SeenText:
         """
         if ids is None:
             raise FadeError(
-                "eviction_policy 'fastgen' needs token ids, and the model was called with inputs_embeds; call it with "
-                "input_ids, or use another policy"
+                "this cache reads the text (eviction_policy 'fastgen', or an assistant), and the model was called with "
+                "inputs_embeds; call it with input_ids, or make a cache without"
             )
-        largest = int(ids.max()) if ids.numel() and ids.device.type == "cpu" else 0  # a GPU would be waited for
-        if largest >= len(self.table):
-            raise FadeError(
-                f"token id {largest} is beyond the tokenizer's {len(self.table)}; give FadeConfig(tokenizer=...) the "
-                "model's own"
-            )
-        self.table = self.table.to(ids.device)
-        new = self.table[ids]
-        self.classes = new if seen == 0 else torch.cat((self.classes[:, :seen], new), dim=1)
+        if self.table is not None:
+            # a GPU would be waited for
+            largest = int(ids.max()) if ids.numel() and ids.device.type == "cpu" else 0
+            if largest >= len(self.table):
+                raise FadeError(
+                    f"token id {largest} is beyond the tokenizer's {len(self.table)}; give FadeConfig(tokenizer=...) "
+                    "the model's own"
+                )
+            self.table = self.table.to(ids.device)
+        new = ids.to(torch.int32)
+        self.ids = new.clone() if seen == 0 else torch.cat((self.ids[:, :seen], new), dim=1)
+        self._heard = {}
 
     def upto(self, seen: int) -> Tensor:
-        """Classes [B, seen] of the first tokens.
+        """Ids [B, seen] of the first tokens.
 
         Raises:
             FadeError: some of them came in a call whose ids this never saw.
         """
-        if self.classes.shape[1] < seen:
+        if self.ids.shape[1] < seen:
             raise FadeError(
-                f"eviction_policy 'fastgen' was told the ids of {self.classes.shape[1]} of {seen} tokens; call the "
-                "model that create_tiered_cache was given, not its parts"
+                f"this cache was told the ids of {self.ids.shape[1]} of {seen} tokens; call the model that "
+                "create_tiered_cache was given, not its parts"
             )
-        return self.classes[:, :seen]
+        return self.ids[:, :seen]
+
+    def classes(self, seen: int) -> Tensor:
+        """Classes [B, seen] int8 of the first tokens; raises as :meth:`upto` does."""
+        assert self.table is not None
+        return self.table[self.upto(seen)]
+
+    def helped(self, score: Tensor, row: int, start: int) -> Tensor:
+        """Scores of a prompt with the assistant's part in them; without an assistant as they are.
+
+        Args:
+            score: [H, S] of one sequence, shares of attention. row: of the batch. start: slot where it begins.
+        """
+        if self.assistant is None:
+            return score
+        end = start + score.shape[1]
+        if (row, start, end) not in self._heard:  # once for all layers
+            self._heard[row, start, end] = self.assistant.importance(self.upto(end)[row, start:])
+        return self.assistant.fused(score, self._heard[row, start, end])
 
     def select(self, index: Tensor) -> None:
         """Keep rows of the batch, by number or as a bool mask."""
-        if self.classes.numel():
-            self.classes = self.classes[index.to(self.classes.device)]
+        if self.ids.numel():
+            self.ids = self.ids[index.to(self.ids.device)]
 
     def repeat(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        self.classes = self.classes.repeat_interleave(repeats, dim=0)
+        self.ids = self.ids.repeat_interleave(repeats, dim=0)
 
     def tensors(self) -> list[Tensor]:
-        """Everything it holds."""
-        return [self.table, self.classes]
+        """Everything it holds; the assistant is a model of its own."""
+        return [*([] if self.table is None else [self.table]), self.ids, *self._heard.values()]
 
 
 @functools.lru_cache(maxsize=8)

@@ -26,6 +26,7 @@ def prefill(
     contexts: list[int] = [2048],  # noqa: B006
     repeats: int = 5,
     budget: float = 0.25,
+    assistant: int | None = None,
     threads: int = 1,
     out: str | None = None,
 ) -> None:
@@ -34,7 +35,8 @@ def prefill(
     The prompt is read by plain SDPA whatever the cache, so the last logits must agree, and nothing is printed when
     they do not; what a tiered cache adds is its first statistics and the packing. Caches: stock (DynamicCache, SDPA),
     safe (all in 4 bits, no statistics), then those that evict: position (no statistics), ema (last 64 queries),
-    h2o (all queries), and learned with a predictor.
+    h2o (all queries), fastgen (last 64 queries and a profile), learned with a predictor, and assisted (ema, with the
+    help of the model's first layers) with an assistant.
 
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
@@ -42,6 +44,7 @@ def prefill(
         contexts: tokens of the prompt, which are random.
         repeats: timed prompts of each cache, after one that warms up.
         budget: share of the context that evicting caches keep.
+        assistant: so many first layers of the model read the prompt's end too, and add the assisted cache.
         threads: of torch.
         out: JSON lines file to add the rows to.
     """
@@ -53,7 +56,7 @@ def prefill(
     for name, value in (("repeats", repeats), ("threads", threads), ("contexts", min(contexts, default=0))):
         if value < 1:
             raise FadeError(f"{name} {value} is too small; use at least 1")
-    configs = _configs(budget, predictor)
+    configs = _configs(budget, predictor, assistant)
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")
     rows = [row for context in contexts for row in _rows(lm, configs, context, repeats)]
@@ -67,17 +70,19 @@ def prefill(
         )
 
 
-def _configs(budget: float, predictor: str | None) -> dict[str, FadeConfig | None]:
+def _configs(budget: float, predictor: str | None, assistant: int | None) -> dict[str, FadeConfig | None]:
     from fade_runtime import FadeConfig
     from predictor.registry import load_predictor
 
     configs: dict[str, FadeConfig | None] = {STOCK: None, "safe": FadeConfig.safe()}
-    for name in ("position", "ema", "h2o"):
+    for name in ("position", "ema", "h2o", "fastgen"):
         configs[name] = FadeConfig(int4_budget=budget, eviction_policy=name)
     if predictor is not None:
         configs["learned"] = FadeConfig(
             int4_budget=budget, eviction_policy="learned", predictor=load_predictor(predictor)
         )
+    if assistant is not None:
+        configs["assisted"] = FadeConfig(int4_budget=budget, eviction_policy="ema", assistant=assistant)
     return configs
 
 

@@ -25,9 +25,10 @@ def test_prefill_prints_ratios_and_adds_rows(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["--model", tiny_model_dir, "--contexts", "[150,300]", "--repeats", 2, "--out", out]
-    assert bench_prefill.main([str(word) for word in [*arguments, "--predictor", bundles["mlp"]]]) == 0
+    arguments += ["--predictor", bundles["mlp"], "--assistant", 1]
+    assert bench_prefill.main(list(map(str, arguments))) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    names = ["stock", "safe", "position", "ema", "h2o", "learned"]
+    names = ["stock", "safe", "position", "ema", "h2o", "fastgen", "learned", "assisted"]
     assert [(row["context"], row["method"]) for row in rows] == [
         (n, name) for n in (150, 300) for name in names
     ]

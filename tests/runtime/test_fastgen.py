@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
 from fade_runtime.fastgen import Keeps, Shares, kept, profile
 from fade_runtime.hf import forward_kwargs
-from fade_runtime.text import OTHER, PUNCTUATION, SPECIAL, table_for, token_classes
+from fade_runtime.text import OTHER, PUNCTUATION, SPECIAL, token_classes
 from predictor.budgets import HeadBudgets
 from predictor.bundle import load_bundle, save_bundle
 from predictor.features import FeatureSpec
@@ -164,7 +164,7 @@ def test_padded_rows_and_beams_equal_what_they_are_alone(model: Any, tiny_tokeni
     model.generate(ids, attention_mask=(ids != 257).long(), past_key_values=cache, max_new_tokens=1)
     cache.reorder_cache(torch.tensor([1, 0, 0]))
     assert cache.text is not None
-    assert cache.text.classes.shape == (3, 80)
+    assert cache.text.ids.shape == (3, 80)
     for row, (prompt, pad) in enumerate(((long, 0), (short, 19), (short, 19))):
         alone = create_tiered_cache(model, config)
         model.generate(prompt, past_key_values=alone, max_new_tokens=1)
@@ -183,10 +183,10 @@ def test_plain_generate_tells_the_ids(model: Any, tiny_tokenizer: Any, options: 
     torch.manual_seed(0)
     out = model.generate(_ids(), past_key_values=cache, max_new_tokens=20, **options)
     assert cache.text is not None
-    rows = cache.text.classes
+    rows = cache.text.ids
     assert rows.shape == (3 if "num_beams" in options else 2, PROMPT + 19)
     if "num_beams" not in options:
-        assert torch.equal(rows, table_for(model, tiny_tokenizer)[out[:, :-1]])
+        assert torch.equal(rows, out[:, :-1].int())
     assert cache.memory_report()["tokens"]["EVICTED"] > 0
 
 
@@ -198,10 +198,10 @@ def test_crop_and_another_turn(model: Any, tiny_tokenizer: Any) -> None:
     cache.crop(-5)
     model(ids[:, PROMPT:], **forward_kwargs(cache, model))
     assert cache.text is not None
-    assert torch.equal(cache.text.classes, token_classes(tiny_tokenizer)[ids])
+    assert torch.equal(cache.text.ids, ids.int())
     cache.reset()
     model(ids[:, 50:70].expand(2, -1), **forward_kwargs(cache, model))
-    assert torch.equal(cache.text.classes, token_classes(tiny_tokenizer)[ids[:, 50:70].expand(2, -1)])
+    assert torch.equal(cache.text.ids, ids[:, 50:70].expand(2, -1).int())
 
 
 def test_caches_and_threads_do_not_mix_and_no_hook_is_left(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
@@ -225,7 +225,7 @@ def test_caches_and_threads_do_not_mix_and_no_hook_is_left(tiny_model: Callable[
     model(texts[0], **forward_kwargs(plain, model))
     for cache, ids in zip(caches, texts):
         assert cache.text is not None
-        assert torch.equal(cache.text.classes, token_classes(tiny_tokenizer)[ids])
+        assert torch.equal(cache.text.ids, ids.int())
     assert plain.text is None
     copied = copy.deepcopy(caches[0])
     gone = weakref.ref(caches[0])
@@ -236,7 +236,7 @@ def test_caches_and_threads_do_not_mix_and_no_hook_is_left(tiny_model: Callable[
     assert len(hooks) == 1  # the copy needs it
     model(texts[0][:, :3], **forward_kwargs(copied, model))
     assert copied.text is not None
-    assert copied.text.classes.shape[1] == 103
+    assert copied.text.ids.shape[1] == 103
     del copied
     gc.collect()
     assert len(hooks) == 0
@@ -254,7 +254,7 @@ def test_a_session_goes_on_with_the_same_logits(tiny_model_dir: Path, tmp_path: 
     loaded = load_session(model, tmp_path / "session")
     assert loaded.text is not None
     assert cache.text is not None
-    assert torch.equal(loaded.text.classes, cache.text.classes)
+    assert torch.equal(loaded.text.ids, cache.text.ids)
     for step in range(100, 130):
         got, expected = (
             model(ids[:, step : step + 1], **forward_kwargs(each, model)).logits for each in (loaded, cache)

@@ -1,0 +1,173 @@
+"""Bytes as the target: the cache stays below them while it may, rises in steps, and obeys a guard's bound."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
+from fade_runtime import memory as controller
+from fade_runtime.hf import forward_kwargs
+from fade_runtime.memory import LEAST, MOST, STEPS, budget_share, compression_for, free_bytes, target_bytes
+
+SMALL: dict[str, Any] = dict(n_sink=2, recent_window=8, reassign_every=8)
+WIDTH = 2 * 2 * 2 * 16 * 4  # bytes of a token in full: layers, kv heads, key and value, head dim, float32
+
+
+def _grow(model: Any, cache: Any, prompt: int, tokens: int, every: Callable[[], None] = lambda: None) -> None:
+    ids = torch.randint(0, 250, (1, tokens), generator=torch.Generator().manual_seed(0))
+    model(ids[:, :prompt], **forward_kwargs(cache, model))
+    for step in range(prompt, tokens):
+        every()
+        model(ids[:, step : step + 1], **forward_kwargs(cache, model))
+    every()
+
+
+@given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(1, 100))
+def test_the_least_step_that_fits_and_never_above_the_limit(full: float, target: float, limit: float) -> None:
+    got = compression_for(full, target, limit)
+    assert got <= limit
+    assert got in (*STEPS, limit)
+    if got < min(limit, MOST):
+        assert full / got <= target
+    lower = [step for step in STEPS if step < got]
+    assert all(full / step > target for step in lower)
+    assert (STEPS[0], STEPS[-1]) == (LEAST, MOST)
+
+
+@given(st.floats(1e3, 1e9), st.floats(0, 1e6), st.floats(0.1, 1), st.floats(1e3, 1e9))
+def test_what_is_kept_fits_what_is_allowed(full: float, fixed: float, ratio: float, target: float) -> None:
+    body = full * ratio
+    share = budget_share(full, fixed, body, target)
+    allowed = full / compression_for(full, target)
+    assert 0 <= share <= 1
+    if 0 < share < 1:
+        assert fixed + share * body == pytest.approx(allowed)
+    elif share == 1:
+        assert fixed + body <= allowed * (1 + 1e-9)
+    else:
+        assert fixed >= allowed * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("policy", ["position", "h2o"])
+def test_it_stays_below_the_target_and_rises_in_steps(model: Any, policy: str) -> None:
+    """From 4x to 12x on a text that grows; at each moment the bytes are those of the memory report."""
+    target = WIDTH * 700 // 12
+    cache = create_tiered_cache(model, FadeConfig(memory=target, eviction_policy=policy, **SMALL))
+    found, seen = [], []
+
+    def look() -> None:
+        assert cache.memory is not None
+        seen.append(cache.memory_report()["resident_bytes"])
+        found.append(cache.memory.compression)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _grow(model, cache, 100, 700, look)
+    assert max(seen) <= 1.05 * target  # pages are filled in steps of 64
+    assert max(seen[-60:]) > 0.7 * target  # and it makes use of it
+    assert found == sorted(found)
+    assert {found[0], found[-1]} <= set(STEPS)
+    assert len(set(found)) >= 4
+
+
+def test_with_room_to_spare_it_is_four_times_smaller(model: Any) -> None:
+    cache = create_tiered_cache(model, FadeConfig(memory="1GiB", **SMALL))
+    _grow(model, cache, 400, 420)
+    assert cache.memory is not None
+    assert cache.memory.compression == 4
+    assert 3.9 < cache.memory_report()["compression"] < 4.8
+
+
+def test_a_target_that_is_too_small_is_told_once_and_16x_is_kept(model: Any) -> None:
+    cache = create_tiered_cache(model, FadeConfig(memory=2000, **SMALL))
+    with pytest.warns(RuntimeWarning, match="at 16x, the most that is allowed, and memory is 0.0 MiB") as told:
+        _grow(model, cache, 600, 640)
+    assert len([one for one in told if "allowed" in str(one.message)]) == 1
+    assert cache.memory is not None
+    assert cache.memory.compression == 16
+
+
+def test_a_guard_bounds_the_compression(model: Any) -> None:
+    target = WIDTH * 400 // 12
+    config = FadeConfig(memory=target, **SMALL)
+    free, bound = create_tiered_cache(model, config), create_tiered_cache(model, config)
+    assert bound.memory is not None
+    assert free.memory is not None
+    bound.memory.limit(6.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for cache in (free, bound):
+            _grow(model, cache, 300, 400)
+    assert bound.memory.compression == 6
+    assert free.memory.compression > 8
+    assert bound.memory_report()["resident_bytes"] > 1.3 * free.memory_report()["resident_bytes"]
+    bound.memory.limit(None)
+    _grow(model, bound, 8, 16)
+    assert bound.memory.compression > 8
+    bound.memory.limit(1.0)  # a full cache: from now on nothing is evicted
+    evicted = bound.memory_report()["tokens"]["EVICTED"]
+    _grow(model, bound, 20, 40)
+    assert bound.memory_report()["tokens"]["EVICTED"] == evicted
+    with pytest.raises(FadeError, match="compression 0.5 is less than 1"):
+        bound.memory.limit(0.5)
+
+
+def test_copies_resets_and_sessions_plan_for_themselves(model: Any, tmp_path: Any) -> None:
+    config = FadeConfig(memory=WIDTH * 30, **SMALL)
+    cache = create_tiered_cache(model, config)
+    _grow(model, cache, 200, 240)
+    copied = copy.deepcopy(cache)
+    assert copied.memory is not cache.memory
+    assert {id(layer.memory) for layer in copied.tiered} == {id(copied.memory)}
+    cache.save_session(tmp_path / "session")
+    loaded = load_session(model, tmp_path / "session")
+    for each in (copied, loaded):
+        _grow(model, each, 20, 100)
+    _grow(model, cache, 20, 100)
+    reports = [each.memory_report() for each in (cache, copied, loaded)]
+    assert reports[0] == reports[1]
+    assert reports[0]["resident_bytes"] == pytest.approx(reports[2]["resident_bytes"], rel=0.05)
+    cache.reset()
+    _grow(model, cache, 60, 80)
+    assert cache.memory is not None
+    assert cache.memory.compression == 4
+
+
+def test_a_share_is_of_what_is_free_when_the_cache_is_made(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_bytes(torch.device("cpu")) > 2**20
+    monkeypatch.setattr(controller, "free_bytes", lambda device: 10**6)
+    assert target_bytes(0.25, torch.device("cpu")) == 250_000
+    cache = create_tiered_cache(model, FadeConfig(memory=0.5, **SMALL))
+    assert cache.memory is not None
+    assert cache.memory.target == 500_000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": "lots"}, "memory 'lots' is no size"),
+        ({"memory": "1.2.3MB"}, "is no size"),
+        ({"memory": 0}, "memory 0 is neither a number of bytes"),
+        ({"memory": 1.5}, "memory 1.5 is neither"),
+        ({"memory": True}, "memory True is neither"),
+        ({"memory": "1MB", "int4_budget": 0.5}, "memory sets the budget itself"),
+        ({"memory": "1MB", "phase": "1b"}, "evicts nothing"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(FadeError, match=words):
+        FadeConfig(**options)
+
+
+def test_a_device_that_cannot_be_asked_is_named() -> None:
+    with pytest.raises(FadeError, match="free memory of meta cannot be asked for here"):
+        target_bytes(0.5, torch.device("meta"))
