@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from fade_runtime import hf
 from fade_runtime.config import FadeConfig
+from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
 from fade_runtime.memory import MemoryController, target_bytes
 from fade_runtime.policy import POLICIES, Policy
@@ -51,10 +52,11 @@ class TieredCache(Cache):
         codebook: CodebookSet | None = None,
         text: SeenText | None = None,
         memory: MemoryController | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__(layers=layers)
         self.config, self.policy, self.codebook, self.text = config, policy, codebook, text
-        self.memory = memory
+        self.memory, self.guard = memory, guard
         self._model = weakref.ref(model)
         self._listener = None if text is None else hf.listen(model)  # a hook, gone with the last cache that needs it
 
@@ -111,6 +113,17 @@ class TieredCache(Cache):
             self.text.repeat(repeats)
 
     @property
+    def monitor(self) -> Guard:
+        """The guard, whose ``report()`` says how far the forecast of attention is off, and what was done.
+
+        Raises:
+            FadeError: this cache has none.
+        """
+        if self.guard is None:
+            raise FadeError("this cache has no guard; create it with FadeConfig(guard='warn') or guard='rollback'")
+        return self.guard
+
+    @property
     def tiered(self) -> list[TieredLayer]:
         """The layers that this cache compresses; the others are transformers' own."""
         return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
@@ -120,12 +133,12 @@ class TieredCache(Cache):
 
         Returns:
             resident_bytes: every tensor that is reachable from the cache, scales, slots, statistics, the predictor's
-            weights and the text's token classes included; full_bytes: the same tokens in an uncompressed cache of the
-            model's dtype; compression: their ratio; tiers: bytes by tier, with "statistics", "predictor", "text",
-            "codebook" and "other layers"; tokens: tokens kept per tier, summed over rows and layers; seen: logical
-            tokens.
+            weights, the text's token classes and what is spilled to the memory of the same device included; full_bytes:
+            the same tokens in an uncompressed cache of the model's dtype; compression: their ratio; tiers: bytes by
+            tier, with "statistics", "predictor", "text", "codebook", "spilled" and "other layers"; tokens: tokens kept
+            per tier, summed over rows and layers; seen: logical tokens.
         """
-        tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "other layers"), 0)
+        tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "spilled", "other layers"), 0)
         tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
         in_full = 0
         for layer in self.tiered:
@@ -139,6 +152,8 @@ class TieredCache(Cache):
             in_full += full_bytes(layer)
             for name, count in layer.store.counts().items():
                 tokens[name] += count
+            if layer.store.spilled is not None and layer.device.type == "cpu":
+                tiers["spilled"] += stored_bytes(*layer.store.spilled.tensors())
         others = [
             t
             for layer in self.layers
@@ -258,9 +273,10 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     seen = _seen_text(model, config, policy)
     hf.attach(model)
     text, codebook = hf.text_config(model), _codebook(model, config)
-    rotary, sharers = find_rotary(model), hf.sharers(text)
-    stock = hf.stock_layers(text)
-    memory = None if config.memory is None else _controller(model, config, policy, seen, sum(map(hf.can_tier, stock)))
+    rotary, sharers, stock = find_rotary(model), hf.sharers(text), hf.stock_layers(text)
+    tiered = sum(map(hf.can_tier, stock))
+    memory = None if config.memory is None else _controller(model, config, policy, seen, tiered)
+    guard = None if config.guard == "off" else Guard(config, tiered)
     layers = [
         TieredLayer(
             config,
@@ -272,12 +288,13 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
             sharers=sharers[index],
             text=seen,
             memory=memory,
+            watch=None if guard is None else guard.watch(index),
         )
         if hf.can_tier(layer)
         else layer
         for index, layer in enumerate(stock)
     ]
-    return TieredCache(layers, config, policy, model, codebook, seen, memory)
+    return TieredCache(layers, config, policy, model, codebook, seen, memory, guard)
 
 
 def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText | None:

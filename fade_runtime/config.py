@@ -23,6 +23,9 @@ CHOICES = {
     "phase": (None, "1a", "1b", "2"),
     "low_tier": ("int2", "pq"),
     "positions": ("original", "streaming"),
+    "guard": ("off", "warn", "rollback"),
+    "spill": ("none", "host", "disk"),
+    "compression": ("on", "off"),
 }
 
 
@@ -75,6 +78,15 @@ class FadeConfig:
         chunked_prefill: the prompt comes in several calls: compress when the first single token comes, so that chunks
             give exactly what one call gives. False: compress after each call of ``reassign_every`` tokens or more.
         ema_decay: decay per step of the "ema" policy's moving average.
+        guard: "off"; "warn" when attention goes to evicted tokens that the scores did not expect it on; "rollback":
+            also bring them back, head by head, then layer by layer, then all, until the forecast holds again.
+        spill: where evicted tokens go for that: "none", "host" memory, or "disk".
+        spill_dir: for "disk": a folder; what is written there goes with the cache, and after a crash at the next start.
+        spill_limit: most bytes of spilled tokens; then the oldest are dropped for good. None: no limit.
+        monitor_every: decode steps in which the guard looks at each layer once.
+        kl_target: a kv head whose KL(true attention over blocks || forecast) stays below goes back to its budget.
+        kl_alarm: one above it has failed.
+        compression: "off": this cache keeps everything exact, for requests that must not be risked.
         strict: refuse a predictor or codebook that was trained for another model; with False, warn.
         phase: FADE's name for a stage: "1a" and "1b" evict nothing, "2" evicts; None: the budgets say it.
 
@@ -117,12 +129,21 @@ class FadeConfig:
     reassign_every: int = 64
     chunked_prefill: bool = False
     ema_decay: float = 0.95
+    guard: str = "off"
+    spill: str = "none"
+    spill_dir: str | Path | None = None
+    spill_limit: int | None = None
+    monitor_every: int = 32
+    kl_target: float = 0.05
+    kl_alarm: float = 0.1
+    compression: str = "on"
     strict: bool = True
     phase: str | None = None
 
     def __post_init__(self) -> None:
         """Check every option by itself, then together."""
-        for name, least in (("n_sink", 0), ("recent_window", 1), ("reassign_every", 1), ("assist_tail", 1)):
+        wholes = ("n_sink", 0), ("recent_window", 1), ("reassign_every", 1), ("assist_tail", 1), ("monitor_every", 1)
+        for name, least in wholes:
             value = getattr(self, name)
             if not _whole(value) or value < least:
                 raise FadeError(f"{name} {value!r} is not a whole number of at least {least}")
@@ -138,6 +159,7 @@ class FadeConfig:
         self._check_bits()
         self._check_budgets()
         self._check_parts()
+        self._check_guard()
 
     def _check_bits(self) -> None:
         for name in ("middle_k_bits", "middle_v_bits", "low_k_bits", "low_v_bits"):
@@ -234,6 +256,18 @@ class FadeConfig:
             )
         if not pq and self.codebook is not None:
             raise FadeError("codebook is given but no low tier uses it; set low_tier='pq' and low_budget")
+
+    def _check_guard(self) -> None:
+        if not 0 < self.kl_target <= self.kl_alarm:
+            raise FadeError(f"kl_target {self.kl_target!r} is not in (0, kl_alarm {self.kl_alarm!r}]; lower it")
+        if self.spill != "none" and self.guard == "off":
+            raise FadeError(f"spill {self.spill!r} stores what a guard would restore; set guard='rollback' or 'warn'")
+        if (self.spill == "disk") != (self.spill_dir is not None):
+            raise FadeError("spill 'disk' and spill_dir go together; give both, or neither")
+        if self.spill_limit is not None and (not _whole(self.spill_limit) or self.spill_limit < 1):
+            raise FadeError(f"spill_limit {self.spill_limit!r} is not a whole number of bytes")
+        if self.spill_limit is not None and self.spill == "none":
+            raise FadeError("spill_limit is given but nothing is spilled; set spill='host' or 'disk'")
 
     @property
     def bits(self) -> Bits:

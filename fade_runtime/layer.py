@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from fade_runtime import hf
-from fade_runtime.attention import is_causal, tiered_attention
+from fade_runtime.attention import tiered_attention
+from fade_runtime.checks import check_tokens
 from fade_runtime.config import FadeConfig
 from fade_runtime.fastgen import FastGen
-from fade_runtime.planner import row_budgets
-from fade_runtime.policy import Policy, Prompt
+from fade_runtime.guard import Asked
+from fade_runtime.planner import plan
+from fade_runtime.policy import Policy
 from fade_runtime.positions import Positions
-from fade_runtime.store import TokenStore, check_tokens
-from fade_runtime.tiers import plan_tiers
+from fade_runtime.prompt import begin, note_padding
+from fade_runtime.store import TokenStore
 from fade_runtime.trim import give_back
 from predictor import rope
 from predictor.errors import FadeError
-from predictor.features import attention_and_mass
 
 if TYPE_CHECKING:
+    from fade_runtime.guard import Watch
     from fade_runtime.memory import MemoryController
     from fade_runtime.pq import LayerCodebook
     from fade_runtime.text import SeenText
@@ -46,6 +48,7 @@ class TieredLayer(CacheLayerMixin):
         sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
         text: what the cache knows of the words, if its policy asks for it.
         memory: gives the budget, if the target is bytes; shared by the layers.
+        watch: the guard's, or None.
         observer: told of each compression, or None.
         last_plan: [T] scores or None, tiers before and tiers after the last plan; kept only for an observer.
     """
@@ -65,10 +68,11 @@ class TieredLayer(CacheLayerMixin):
         sharers: int = 0,
         text: SeenText | None = None,
         memory: MemoryController | None = None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
-        self.text, self.memory = text, memory
         self.config, self.policy, self.index, self.sharers = config, policy, index, sharers
+        self.text, self.memory, self.watch = text, memory, watch
         self._config: Callable[[], Any] = weakref.ref(model_config)
         self._rotary, self._codebook = rotary, codebook
         self.observer: Observer | None = None
@@ -91,6 +95,8 @@ class TieredLayer(CacheLayerMixin):
         self._waiting = False  # tokens of several calls wait for the first single token
         self.last_plan: tuple[Tensor | None, Tensor, Tensor] | None = None
         self.is_initialized = False
+        if self.watch is not None:
+            self.watch.reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take batch size, heads, dims, dtype and device from the first keys."""
@@ -101,6 +107,7 @@ class TieredLayer(CacheLayerMixin):
             state=self._keeps_state,
             codebook=self._codebook,
             profiled=isinstance(self.policy, FastGen),
+            spill=None if self.watch is None else self.watch.guard.spill,
         )
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
@@ -200,8 +207,11 @@ class TieredLayer(CacheLayerMixin):
         store, self._attended = self.tokens, self._attended + 1
         first_call = self._attended == 1  # the layer's own; the others come from layers that share its tokens
         if first_call:
-            self._note_padding(mask, position_ids)
+            if not store.compressed and (store.seen == self._new or self._held or self._waiting):
+                note_padding(store, mask, position_ids)
             self.positions.take(store, self._new, position_ids)
+            if self.watch is not None:
+                self.watch.begin(self, Asked(query, mask, scaling, softcap))
             if self._waiting and self._new == 1:
                 self._end_prompt(scaling)
         weights = self.policy.weights(self._new, self.device) if self._keeps_state and first_call else None
@@ -219,8 +229,10 @@ class TieredLayer(CacheLayerMixin):
             if to_full is not None:
                 self._fold(to_full, to_body)
         if self._attended == 1 + self.sharers:
-            self.positions.newest = None
             self._compress_if_due()
+            if self.watch is not None:
+                self.watch.end(self, self._new)
+            self.positions.newest = None
         assert out is not None
         return out
 
@@ -257,45 +269,12 @@ class TieredLayer(CacheLayerMixin):
     def _begin(
         self, query: Tensor, scaling: float, upto: int, plain: bool = False, mask: Tensor | None = None
     ) -> Tensor | None:
-        """First statistics, from the queries of the whole prompt.
-
-        Returns:
-            The attention [B, Q, Hq, D] where it comes with them: on a CPU, if the policy wants what all queries see,
-            which SDPA would compute once more, and scores and mask are ``plain``. None elsewhere.
-        """
-        store, full = self.tokens, self.tokens.full
+        """First statistics, and with them the attention [B, Q, Hq, D] where it costs nothing more."""
         self.prompt = upto
-        if full.state is None:
+        if self.tokens.full.state is None:
             return None
-        key = self.positions.full_key(store)[:, :, :upto]
-        fits = query.device.type == "cpu" and query.dtype == torch.float32 and not query.requires_grad
-        out, state = None, None
-        if self.policy.whole_prompt and plain and fits and is_causal(mask, store.pad):
-            out = query.new_zeros(*query.shape[:3], full.value.shape[3])
-        for row, pad in enumerate(store.pad.tolist()):
-            if pad >= upto:
-                continue
-            given = query[row, :, pad:], key[row, :, pad:], full.value[row, :, pad:upto]
-            if out is not None:
-                out[row, :, pad:], state = attention_and_mass(*given, scaling)
-            else:
-                state = self.policy.start(Prompt(*given, scaling, self._table))
-            if state is not None:
-                state = self._helped(state, row, pad)
-                full.state[row, :, pad:upto] = state
-                if isinstance(self.policy, FastGen) and self.text is not None:
-                    assert store.policies is not None
-                    store.policies[row] = self.policy.profile(state, self.text.classes(upto)[row, pad:])
-        return None if out is None else out.transpose(1, 2)
-
-    def _helped(self, state: Tensor, row: int, pad: int) -> Tensor:
-        """First statistics [H, S] of a row, fused with an assistant's if there is one."""
-        if self.text is None or self.text.assistant is None:
-            return state
-        length = state.shape[1]
-        slots = torch.arange(length, device=state.device)
-        unit = self.policy.score(torch.ones_like(state), slots, length, length)  # scores are linear in the state
-        return self.text.helped(state * unit, row, pad) / unit
+        key = self.positions.full_key(self.tokens)[:, :, :upto]
+        return begin(self.policy, self.tokens, key, query, scaling, self._table, self.text, plain=plain, mask=mask)
 
     def _table(self, count: int) -> rope.Table | None:
         """Rotary table of the first positions, for a policy."""
@@ -311,20 +290,6 @@ class TieredLayer(CacheLayerMixin):
         if self._beyond(upto) >= 1:
             self.compress(upto)
 
-    def _note_padding(self, mask: Tensor | None, position_ids: Tensor | None) -> None:
-        """Learn from the first calls where each row begins, and how far its positions lag behind its slots."""
-        store = self.tokens
-        if store.compressed or not (store.seen == self._new or self._held or self._waiting):
-            return
-        if mask is not None:
-            last = mask[:, 0, -1]  # [B, S]
-            visible = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-            pad = torch.where(visible.any(-1), visible.int().argmax(-1), self.seen)
-            store.pad = pad.expand(len(store.pad)).clone()
-        if position_ids is not None:
-            last = position_ids.reshape(-1, *position_ids.shape[-2:])[0][:, -1]
-            store.shift = (self.seen - 1 - last).expand(len(store.pad)).clone()
-
     # -- tiers ---------------------------------------------------------------------------------------------------
 
     def _beyond(self, upto: int) -> int:
@@ -333,6 +298,8 @@ class TieredLayer(CacheLayerMixin):
 
     def _compress_if_due(self) -> None:
         """At the end of a prompt at once; while decoding when enough tokens have left the window."""
+        if self.config.compression == "off":
+            return
         prompt = self._new == self.seen or self._new >= self.config.reassign_every
         if self.config.chunked_prefill and self._new > 1:
             self._waiting = True
@@ -347,7 +314,7 @@ class TieredLayer(CacheLayerMixin):
         """
         upto = self.seen if upto is None else upto
         started = time.perf_counter()
-        self.tokens.compress(upto, functools.partial(self._plan, upto))
+        self.tokens.compress(upto, functools.partial(self._reviewed_plan, upto))
         if self.memory is not None:
             self.memory.note(self.index, *self.tokens.body_size())
         if self._new > 1 and self.index % 4 == 3:  # a prompt; in each layer it would cost 4 % of the time
@@ -356,28 +323,19 @@ class TieredLayer(CacheLayerMixin):
             self.observer(self, 1e3 * (time.perf_counter() - started))
             self.last_plan = None
 
-    def _plan(self, upto: int, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
-        """Tiers [T] of body tokens by score and budget."""
-        config, low = self.config, self.config.low
-        scores: Tensor | None = None
-        if config.ranks:
-            scores = self.policy.score(slots.float() if state is None else state, slots, upto, self.prompt)
-            lengths, heads = upto - self.tokens.pad, self.tokens.heads
-            most: Tensor | None = None
-            if isinstance(self.policy, FastGen) and self.text is not None:
-                assert self.tokens.policies is not None
-                policies, classes = self.tokens.policies.flatten(), self.text.classes(upto)[rows // heads, slots]
-                scores, most = self.policy.narrow(
-                    scores, rows, policies, classes, upto - 1 - slots, lengths.repeat_interleave(heads)
-                )
-            share = None if self.memory is None else self.memory.share(lengths, heads, *self.tokens.widths())
-            budgets = row_budgets(config, self.policy, self.index, lengths, heads, most, share)
-            tiers = plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=low).tiers.long()
-        else:
-            tiers = now if config.int4_budget is None else torch.full_like(now, int(low))
+    def _reviewed_plan(self, upto: int, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
+        """Tiers [T] of body tokens by score and budget, after the guard has seen what is to be evicted."""
+        tiers, scores = plan(self, upto, rows, slots, state, now)
+        if self.watch is not None:
+            tiers = self.watch.review(self, self._new, upto, rows, slots, now, tiers)
         if self.observer is not None:
             self.last_plan = scores, now, tiers
         return tiers
+
+    def virtual_plan(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, slot and tier [T] of each body token, as the policy alone would have it now."""
+        rows, slots, state, now = self.tokens.body_tokens()
+        return rows, slots, plan(self, self.seen, rows, slots, state, now)[0]
 
     def materialise(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H, S, D] in the model's dtype, for a foreign attention function; nothing is kept.
@@ -389,7 +347,8 @@ class TieredLayer(CacheLayerMixin):
         key = self.positions.full_key(store)
         if not store.compressed:
             return key, store.full.value
-        if store.evicted:
+        store = store.whole()
+        if store.evicted > sum(map(len, store.back)):
             raise FadeError(
                 f"attention implementation {self._config()._attn_implementation!r} cannot skip evicted tokens; "
                 "set it back to 'fade' or use FadeConfig.safe()"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from fade_runtime.config import FadeConfig
+from fade_runtime.fastgen import FastGen
 from fade_runtime.policy import Policy
-from fade_runtime.tiers import Budgets
+from fade_runtime.tiers import Budgets, plan_tiers
+
+if TYPE_CHECKING:
+    from fade_runtime.layer import TieredLayer
 
 
 def row_budgets(
@@ -54,3 +60,31 @@ def row_budgets(
             low += [each - some for each, some in zip(totals, first)]
     tau, low_tau = config.shares
     return Budgets(torch.tensor(int4, device=lengths.device), torch.tensor(low, device=lengths.device), tau, low_tau)
+
+
+def plan(
+    layer: TieredLayer, upto: int, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Where a layer's policy and budgets want its body tokens.
+
+    Args:
+        layer: gives policy, budgets and what is known of the text. upto: logical tokens that count as seen.
+        rows, slots, state, now: [T] row, slot, statistic and present tier of each token.
+
+    Returns:
+        [T] int64 tiers; [T] scores that decided, or None if everything goes to one tier.
+    """
+    config, policy, store = layer.config, layer.policy, layer.tokens
+    if not config.ranks:
+        return now if config.int4_budget is None else torch.full_like(now, int(config.low)), None
+    scores = policy.score(slots.float() if state is None else state, slots, upto, layer.prompt)
+    lengths, heads = upto - store.pad, store.heads
+    most: Tensor | None = None
+    if isinstance(policy, FastGen) and layer.text is not None:
+        assert store.policies is not None
+        policies, classes = store.policies.flatten(), layer.text.classes(upto)[rows // heads, slots]
+        ages, each = upto - 1 - slots, lengths.repeat_interleave(heads)
+        scores, most = policy.narrow(scores, rows, policies, classes, ages, each)
+    share = None if layer.memory is None else layer.memory.share(lengths, heads, *store.widths())
+    budgets = row_budgets(config, policy, layer.index, lengths, heads, most, share)
+    return plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=config.low).tiers.long(), scores

@@ -32,9 +32,11 @@ from predictor.provenance import check_provenance, model_provenance
 
 VERSION = 1
 TENSORS, FACTS = "session.safetensors", "session.json"
-NAMED = ("tokenizer", "assistant")  # options that are stored by where they were loaded from
+NAMED = ("tokenizer", "assistant", "spill_dir")  # options that are stored by where they were loaded from
 IDS = "text.ids"  # of the tokens, where the cache reads the text
-FREE = ("strict", "phase")  # options that change nothing in a cache that is there
+FREE = (
+    "strict", "phase", "spill_dir", "spill_limit", "monitor_every", "kl_target", "kl_alarm",
+)  # options that change nothing in a cache that is there
 REFERENCES = ("predictor", "codebook")  # options that are compared by what they stand for
 
 
@@ -178,6 +180,8 @@ def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: st
     cache.layers = layers
     if cache.text is not None:
         cache.text.ids = ids
+    if cache.guard is not None:
+        cache.guard.watches = [layer.watch for layer in cache.tiered if layer.watch is not None]
 
 
 def stored_options(config: FadeConfig) -> dict[str, Any]:

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from fade_runtime.attention import FullTokens
 from fade_runtime.layer import TieredLayer
+from fade_runtime.store import Body
 from predictor.errors import FadeError
+
+SPILLED = "spilled."  # how the names of spilled tensors begin
 
 
 def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -34,13 +37,18 @@ def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor]) -> dict[str,
         "prompt": layer.prompt,
         "waiting": layer._waiting,
         "held": len(layer._held),
+        "watch": None if layer.watch is None else layer.watch.facts(),
     }
     if layer.store is None:
         return {**facts, "device": None}
     tensors |= {f"{index}.{name}": _copied(tensor) for name, tensor in layer.tensors().items()}
     store = layer.store
     counts = {"seen": store.seen, "evicted": store.evicted, "bits": list(store.packed.bits)}
-    return {**facts, **counts, "device": str(layer.device)}
+    spilled = store.whole().back
+    for at, body in enumerate(spilled):
+        tensors |= {f"{index}.{SPILLED}{at}.{name}": _copied(tensor) for name, tensor in body.tensors().items()}
+    kinds = [type(body).__name__ for body in spilled]
+    return {**facts, **counts, "spilled": kinds, "device": str(layer.device)}
 
 
 def restored_layer(
@@ -75,7 +83,9 @@ def _tiered(
     layer: TieredLayer, index: int, stored: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
 ) -> TieredLayer:
     fresh = copy.copy(layer)
+    fresh.watch = None
     fresh.reset()
+    fresh.watch = None if layer.watch is None else layer.watch.restored(stored["watch"])
     fresh.prompt, fresh._waiting = stored["prompt"], stored["waiting"]
     if stored["device"] is None:
         return fresh
@@ -84,6 +94,7 @@ def _tiered(
     held = {
         name.removeprefix(start): _copied(t, device) for name, t in tensors.items() if name.startswith(start)
     }
+    spilled = {name: held.pop(name) for name in list(held) if name.startswith(SPILLED)}
     fresh._held = [held.pop(f"{number}.queries") for number in range(stored["held"])]
     fresh.lazy_initialization(held["full.key"], held["full.value"])
     store = fresh.tokens
@@ -97,6 +108,13 @@ def _tiered(
     store.pq = None if store.pq is None else replace(store.pq, **parts["pq"])
     store.pad, store.shift, store.policies = held["pad"], held["shift"], held.get("policies")
     store.seen, store.evicted = stored["seen"], stored["evicted"]
+    none = [body.keep(torch.zeros(len(body), dtype=torch.bool, device=device)) for body in store.body()]
+    for at, kind in enumerate(stored.get("spilled", ())):
+        start = f"{SPILLED}{at}."
+        found: dict[str, Any] = {n.removeprefix(start): t for n, t in spilled.items() if n.startswith(start)}
+        bodies: list[Body] = [replace(form, **found) if type(form).__name__ == kind else form for form in none]
+        if store.spilled is None or not store.spilled.add(bodies):
+            store.take_in(bodies)
     return fresh
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fade_runtime.attention import FullTokens
 from fade_runtime.config import FadeConfig
 from fade_runtime.kernels.reference import Part, decoded
 from fade_runtime.packed import PackedTokens, pack_tokens
+from fade_runtime.spill import Spill, SpilledTokens
 from fade_runtime.tiers import Tier, rank_in_row
 from predictor.errors import FadeError
 
@@ -25,6 +26,18 @@ Body = Union[PackedTokens, "PQTokens"]
 Planner = Callable[[Tensor, Tensor, "Tensor | None", Tensor], Tensor]
 
 
+class _Leaving(NamedTuple):
+    """Tokens on their way out of full precision: row (batch x kv head), column, slot and statistic of each, [T]."""
+
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+    state: Tensor | None
+
+    def at(self, mask: Tensor) -> _Leaving:
+        return _Leaving(*(None if each is None else each[mask] for each in self))  # type: ignore[arg-type]
+
+
 class TokenStore:
     """Sinks and newest tokens in full precision, the body packed or product-quantised, the rest gone.
 
@@ -34,16 +47,18 @@ class TokenStore:
         state: whether to keep a statistic for each token.
         codebook: of the layer, for the PQ tier.
         profiled: whether each kv head has a policy of its own (:mod:`fade_runtime.fastgen`).
+        spill: where evicted tokens go, or None.
 
     Attributes:
         full: full-precision tokens: everything until the first compression, then sinks and newest.
         packed: the INT4 tier and the INT2 tier.
         pq: the PQ tier, or None if there is none.
         policies: [B, H] int8 policy of each kv head (``fastgen.Keeps``), or None.
+        spilled: evicted tokens that can come back, or None. back: those, in the view that :meth:`whole` gives.
         pad: [B] int64 slots of left padding in each row.
         shift: [B] int64 slot less position id.
         seen: logical tokens, padding included.
-        evicted: tokens that left, over all rows.
+        evicted: tokens that left and are not back, over all rows.
     """
 
     def __init__(
@@ -55,6 +70,7 @@ class TokenStore:
         state: bool,
         codebook: LayerCodebook | None = None,
         profiled: bool = False,
+        spill: Spill | None = None,
     ) -> None:
         batch, heads, _, dim = key.shape
         if dim % 4 or value.shape[3] % 4:
@@ -79,6 +95,8 @@ class TokenStore:
 
             self.pq = PQTokens.empty(batch * heads, codebook, key.device, state=state)
         self.policies = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
+        self.spilled = None if spill is None else SpilledTokens(spill, key.device)
+        self.back: list[Body] = []
         self.pad = torch.zeros(batch, dtype=torch.long, device=key.device)
         self.shift = torch.zeros_like(self.pad)
         self.seen = self.evicted = 0
@@ -95,7 +113,29 @@ class TokenStore:
 
     def body(self) -> list[Body]:
         """The tiers below full precision, those that exist."""
-        return [self.packed] if self.pq is None else [self.packed, self.pq]
+        return [self.packed, *([] if self.pq is None else [self.pq]), *self.back]
+
+    def whole(self) -> TokenStore:
+        """A view of the same tokens with the spilled ones among them, to be read and then forgotten."""
+        view = copy.copy(self)
+        if self.spilled is not None:
+            view.back = [body for bodies in self.spilled.read() for body in bodies if len(body)]
+        return view
+
+    def restore(self, rows: Tensor | None = None) -> int:
+        """Bring the spilled tokens of rows [R] bool, or all of them, back into their tiers; returns their number."""
+        return 0 if self.spilled is None else self.take_in(self.spilled.take(rows))
+
+    def take_in(self, bodies: Sequence[Body]) -> int:
+        """Join tokens that were evicted to their tiers; returns their number."""
+        for body in bodies:
+            if isinstance(body, PackedTokens):
+                self.packed = self.packed.join(body)
+            elif self.pq is not None:
+                self.pq = self.pq.join(body)
+        count = sum(map(len, bodies))
+        self.evicted -= count
+        return count
 
     def position_ids(self, slots: Tensor, rows: Tensor | None = None) -> Tensor:
         """Original position ids of slots [B, n], or of slots [T] of rows [T] (batch x kv head)."""
@@ -142,6 +182,8 @@ class TokenStore:
         rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
         self.packed = self.packed.select_rows(rows)
         self.pq = None if self.pq is None else self.pq.select_rows(rows)
+        if self.spilled is not None:
+            self.spilled.select_rows(rows)
 
     def compress(self, upto: int, plan: Planner) -> None:
         """Move what has left the window into the body, and the body's tokens to the tiers that a plan gives them.
@@ -150,49 +192,78 @@ class TokenStore:
             upto: logical tokens that count as seen; the window is the last of them.
             plan: decides.
         """
-        full, heads, columns = self.full, self.heads, len(self.full)
         from_recent = upto - self.config.recent_window
-        leaving = (full.slots >= self.pad[:, None] + self.config.n_sink) & (
-            full.slots < from_recent
-        )  # [B, n]
-        row, column = leaving[:, None].expand(-1, heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
-        slot = full.slots[row // heads, column].long()
-        state = None if full.state is None else full.state.reshape(-1, columns)[row, column]
+        leaving, body = self._leaving(from_recent), self.body()
+        counts = [len(tokens) for tokens in body] + [len(leaving.row)]
+        rows, slots, states, here = self.body_tokens()
+        here = torch.cat((here, torch.full_like(leaving.row, Tier.INT4)))
+        state = None if states is None or leaving.state is None else torch.cat((states, leaving.state))
+        tiers = plan(torch.cat((rows, leaving.row)), torch.cat((slots, leaving.slot)), state, here)
+        gone = tiers == Tier.EVICTED
+        if self.spilled is not None and bool(gone.any()) and not self._spill(leaving, gone.split(counts)):
+            tiers = torch.where(gone, here, tiers)  # kept, since it could not be stored
+        packed_tiers, *pq_tiers, fate = tiers.split(counts)
 
-        body = self.body()
-        states = [tokens.state for tokens in body] + [state]
-        counts = [len(tokens) for tokens in body] + [len(row)]
-        tiers = plan(
-            torch.cat([tokens.token_row() for tokens in body] + [row]),
-            torch.cat([tokens.slots() for tokens in body] + [slot]),
-            None if state is None else torch.cat([each for each in states if each is not None]),
-            torch.cat([self.tiers(tokens) for tokens in body] + [torch.full_like(row, Tier.INT4)]),
-        )
-        packed_tiers, *pq_tiers, new = tiers.split(counts)
-
-        stays = new != Tier.EVICTED
-        row, column, slot, new = row[stays], column[stays], slot[stays], new[stays]
-        state = None if state is None else state[stays]
-        key, value = (t.flatten(0, 1)[row, column] for t in (full.key, full.value))
-        codes = None if self.pq is None else self.pq.codebook.encode(key, value)
-        fresh, packs = (codes, row, slot, state), new != Tier.PQ
-        added = pack_tokens(
-            key[packs],
-            value[packs],
-            row[packs],
-            slot[packs],
-            None if state is None else state[packs],
-            low=new[packs] == Tier.INT2,
-            bits=self.config.bits,
-            pq_codes=None if codes is None else codes[packs],
-        )
+        packs = (fate == Tier.INT4) | (fate == Tier.INT2)
+        added = self._pack(leaving.at(packs), fate[packs] == Tier.INT2)
         if self.pq is not None:
-            self.pq = self._to_pq(packed_tiers == Tier.PQ, pq_tiers[0] == Tier.PQ, fresh, ~packs)
+            joins = leaving.at(fate == Tier.PQ)
+            fresh = self._codes(joins), joins.row, joins.slot, joins.state
+            self.pq = self._to_pq(packed_tiers == Tier.PQ, pq_tiers[0] == Tier.PQ, fresh)
         if bool((packed_tiers != self.tiers(self.packed)).any()):
             self.packed = self.packed.retier(packed_tiers)
         self.packed = self.packed.join(added)
         self.full = self._columns(self._staying(from_recent))
         self.evicted += int((tiers == Tier.EVICTED).sum())
+
+    def body_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Row, slot, statistic or None, and tier of each body token, [T] each."""
+        body = self.body()
+        states = [tokens.state for tokens in body if tokens.state is not None]
+        return (
+            torch.cat([tokens.token_row() for tokens in body]),
+            torch.cat([tokens.slots() for tokens in body]),
+            torch.cat(states) if states else None,
+            torch.cat([self.tiers(tokens) for tokens in body]),
+        )
+
+    def _leaving(self, from_recent: int) -> _Leaving:
+        """Full-precision tokens that are neither sinks nor in the window."""
+        full, columns = self.full, len(self.full)
+        leaves = (full.slots >= self.pad[:, None] + self.config.n_sink) & (full.slots < from_recent)  # [B, n]
+        row, column = leaves[:, None].expand(-1, self.heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
+        state = None if full.state is None else full.state.reshape(-1, columns)[row, column]
+        return _Leaving(row, column, full.slots[row // self.heads, column].long(), state)
+
+    def _pack(self, chosen: _Leaving, low: Tensor | None = None) -> PackedTokens:
+        """Chosen tokens in fresh pages, those of a mask in the low tier."""
+        key, value = self._values_of(chosen)
+        return pack_tokens(
+            key,
+            value,
+            chosen.row,
+            chosen.slot,
+            chosen.state,
+            low=low,
+            bits=self.config.bits,
+            pq_codes=self._codes(chosen),
+        )
+
+    def _values_of(self, chosen: _Leaving) -> tuple[Tensor, Tensor]:
+        key, value = (t.flatten(0, 1)[chosen.row, chosen.column] for t in (self.full.key, self.full.value))
+        return key, value
+
+    def _codes(self, chosen: _Leaving) -> Tensor | None:
+        """Product-quantised form [T, n] of chosen tokens, if there is a PQ tier."""
+        return None if self.pq is None else self.pq.codebook.encode(*self._values_of(chosen))
+
+    def _spill(self, leaving: _Leaving, gone: Sequence[Tensor]) -> bool:
+        """Store what is to be evicted, by masks of each body tier and of what leaves; whether that was possible."""
+        assert self.spilled is not None
+        *old, new = gone
+        away: list[Any] = [tokens.keep(mask) for tokens, mask in zip(self.body(), old)]
+        away[0] = away[0].join(self._pack(leaving.at(new)))
+        return self.spilled.add(away)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every stored tensor by its name: "pad", "shift", "policies"; ``full.``, ``packed.``, ``pq.`` and field."""
@@ -241,7 +312,6 @@ class TokenStore:
         demoted: Tensor,
         kept: Tensor,
         fresh: tuple[Tensor | None, Tensor, Tensor, Tensor | None],
-        joins: Tensor,
     ) -> PQTokens:
         """The PQ tier with what is demoted to it from the packed tokens, and what joins it from full precision."""
         from fade_runtime.pq import PQTokens
@@ -250,7 +320,8 @@ class TokenStore:
         packed = self.packed
         ours = (packed.pq_codes, packed.token_row(), packed.slots(), packed.state)
         old = self.pq.keep(kept)
-        for (codes, row, slot, state), chosen in ((ours, demoted), (fresh, joins)):
+        everything = torch.ones_like(fresh[1], dtype=torch.bool)
+        for (codes, row, slot, state), chosen in ((ours, demoted), (fresh, everything)):
             assert codes is not None
             more = PQTokens.make(
                 codes[chosen],
@@ -325,30 +396,3 @@ class TokenStore:
         for out, stored in ((key, full_key), (value, full.value)):
             out[at, :, full.slots[at, column].long()] = stored[at, :, column]
         return key, value
-
-
-def check_tokens(layer: int, held: Tensor | None, key: Tensor, value: Tensor) -> None:
-    """Refuse keys and values [B, H, Q, D] that a layer cannot take.
-
-    Args:
-        layer: its index. held: keys that it has, or None at the start.
-
-    Raises:
-        FadeError: another batch size, device or dtype than before, or numbers that are not finite.
-    """
-    if held is not None and key.shape[0] != held.shape[0]:
-        raise FadeError(
-            f"the batch size changed from {held.shape[0]} to {key.shape[0]}; call cache.reset() before another batch"
-        )
-    for name in () if held is None else ("device", "dtype"):
-        before, now = getattr(held, name), getattr(key, name)
-        if before != now:
-            raise FadeError(
-                f"layer {layer} holds tokens of {name} {before}, the model now gives {now}; call cache.reset()"
-            )
-    # a GPU would have to be waited for in each layer of each step
-    if key.device.type != "cpu" or math.isfinite(key.sum().item() + value.sum().item()):
-        return
-    for name, tensor in (("keys", key), ("values", value)):
-        if not bool(tensor.isfinite().all()):  # else only their sum is out of range
-            raise FadeError(f"layer {layer} was given {name} that are not finite; check the model's dtype and input")

@@ -1,4 +1,6 @@
-"""Telemetry: what a tiered cache does at each reassignment, told to whoever asked; nothing leaves the machine.
+"""Telemetry: what a tiered cache does at each reassignment, and what its guard sees, told to whoever asked.
+
+Nothing leaves the machine.
 
 Without :func:`attach_telemetry` a cache measures and counts nothing.
 """
@@ -12,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from fade_runtime import hf
 from fade_runtime.attention import pick_kernel
 from fade_runtime.cache import TieredCache, full_bytes, stored_bytes
+from fade_runtime.guard import GuardEvent
 from fade_runtime.layer import TieredLayer
 from fade_runtime.session import stored_options
 from fade_runtime.tiers import Tier
@@ -61,10 +64,14 @@ class Reassignment:
     ms: float
 
 
+Event: TypeAlias = Reassignment | GuardEvent
+KINDS = {Reassignment: "reassignment", GuardEvent: "guard"}
+
+
 class Exporter(Protocol):
     """Takes events."""
 
-    def export(self, event: Reassignment) -> None:
+    def export(self, event: Event) -> None:
         """Take one event."""
 
 
@@ -85,9 +92,9 @@ class ListExporter:
         [(0, 64, 72)]
     """
 
-    events: list[Reassignment] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
-    def export(self, event: Reassignment) -> None:
+    def export(self, event: Event) -> None:
         """Append the event to ``events``."""
         self.events.append(event)
 
@@ -112,9 +119,9 @@ class JsonlExporter:
                 f"telemetry file {self.path} cannot be written ({error.strerror}); name another path"
             ) from error
 
-    def export(self, event: Reassignment) -> None:
+    def export(self, event: Event) -> None:
         """Append a line."""
-        self._append(json.dumps(asdict(event), allow_nan=False) + "\n")
+        self._append(json.dumps({"event": KINDS[type(event)], **asdict(event)}, allow_nan=False) + "\n")
 
     def _append(self, line: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -147,6 +154,10 @@ class Telemetry:
         self.demoted += event.demoted
         self.evicted += event.evicted
         self.ms += ms
+        self.note(event)
+
+    def note(self, event: Event) -> None:
+        """Tell of an event."""
         try:
             self.exporter.export(event)
         except OSError as error:
@@ -156,7 +167,7 @@ class Telemetry:
 
 
 def attach_telemetry(cache: TieredCache, exporter: Exporter) -> Telemetry:
-    """Tell ``exporter`` of each reassignment of a cache, in place of any other exporter that was attached.
+    """Tell ``exporter`` of each reassignment of a cache and each look of its guard, and no other exporter any more.
 
     Returns:
         The counters.
@@ -164,6 +175,8 @@ def attach_telemetry(cache: TieredCache, exporter: Exporter) -> Telemetry:
     telemetry = Telemetry(exporter)
     for layer in cache.tiered:
         layer.observer = telemetry
+    if cache.guard is not None:
+        cache.guard.observer = telemetry.note
     return telemetry
 
 
@@ -171,6 +184,8 @@ def detach_telemetry(cache: TieredCache) -> None:
     """Stop measuring."""
     for layer in cache.tiered:
         layer.observer = layer.last_plan = None
+    if cache.guard is not None:
+        cache.guard.observer = None
 
 
 def describe_reassignment(layer: TieredLayer, ms: float) -> Reassignment:

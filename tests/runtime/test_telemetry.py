@@ -185,7 +185,7 @@ def test_lines_are_json_and_are_appended(model: Any, tmp_path: Path) -> None:
         assert lines[-1]["tokens"] == cache.tiered[-1].tokens.counts()
     assert len(lines) == 2 * counters.reassignments == 8
     assert set(lines[0]) == {
-        "time", "layer", "seen", "policy", "path", "tokens", "demoted", "evicted", "scores",
+        "event", "time", "layer", "seen", "policy", "path", "tokens", "demoted", "evicted", "scores",
         "resident_bytes", "full_bytes", "ms",
     }  # fmt: skip
 

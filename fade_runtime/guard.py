@@ -1,0 +1,332 @@
+"""The guard of a cache: it looks at true attention while decoding, and takes evictions back when the forecast failed.
+
+Levels: a kv head whose divergence stays high gets everything back and keeps it ("raised"); so does its whole layer once
+half of its heads are raised, and the whole cache ("full") once a quarter of all heads are. A raised head is watched on
+as if it evicted what its policy would evict, and is put back to its budget when that has been harmless for a while.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fade_runtime.attention import tiered_attention
+from fade_runtime.config import FadeConfig
+from fade_runtime.monitor import QUERIES, Look, measure
+from fade_runtime.spill import Spill
+from fade_runtime.tiers import Tier
+
+if TYPE_CHECKING:
+    from fade_runtime.layer import TieredLayer
+
+GAIN = 0.5  # weight of one query's divergence in the running average
+CALM = 4  # looks below the target after which a raised head goes back to its budget
+LAYER, CACHE = 0.5, 0.25  # shares of raised heads from which the layer, and the cache, are raised
+
+
+class Asked(NamedTuple):
+    """The newest queries [B, Hq, Q, D] of a call, as its attention was asked for."""
+
+    query: Tensor
+    mask: Tensor | None
+    scaling: float
+    softcap: float | None
+
+    def newest(self, most: int) -> Asked:
+        """The same of the last ``most`` queries."""
+        mask = None if self.mask is None else self.mask[:, :, -most:]
+        return self._replace(query=self.query[:, :, -most:], mask=mask)
+
+
+@dataclass(frozen=True)
+class GuardEvent:
+    """One look of the guard at one layer.
+
+    Attributes:
+        time: when it ended, seconds since 1970. layer: its index. seen: logical tokens so far.
+        action: "look", "raise" (heads were raised) or "lower" (heads are back at their budgets).
+        kl: running average of KL(true attention || forecast) of the layer's worst head, nats; kl_mean: of all heads.
+        recovery: share of true attention on kept tokens, of the worst head.
+        recall: share of the 64 most attended tokens that are kept, of the worst head.
+        raised: heads that keep everything. restored: tokens that came back.
+        ms: milliseconds that it took.
+    """
+
+    time: float
+    layer: int
+    seen: int
+    action: str
+    kl: float
+    kl_mean: float
+    recovery: float
+    recall: float
+    raised: int
+    restored: int
+    ms: float
+
+
+class Guard:
+    """What the layers' watches share.
+
+    Args:
+        config: options of the cache. layers: number of layers that are watched.
+
+    Attributes:
+        spill: where evicted tokens are, or None.
+        rollbacks: times that heads, a layer or everything was raised. restored: tokens that came back.
+        looks: at layers. ms: milliseconds that they took.
+        observer: is told of each look, or None.
+    """
+
+    def __init__(self, config: FadeConfig, layers: int) -> None:
+        self.config, self.layers = config, layers
+        self.spill = None if config.spill == "none" else Spill(config.spill, config.spill_dir, config.spill_limit)
+        self.watches: list[Watch] = []
+        self.observer: Callable[[GuardEvent], None] | None = None
+        self.rollbacks = self.restored = self.looks = 0
+        self.ms = 0.0
+        self._told = False
+        if config.guard == "rollback" and self.spill is None:
+            warnings.warn(
+                "guard 'rollback' without a spill store cannot bring evicted tokens back, it can only stop evicting; "
+                "give spill='host' or spill='disk'",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def watch(self, index: int) -> Watch:
+        """The watch of one more layer."""
+        self.watches.append(Watch(self, index))
+        return self.watches[-1]
+
+    def escalate(self) -> None:
+        """Raise everything once a quarter of the heads is raised."""
+        heads = [head for watch in self.watches for head in watch.raised]
+        if sum(heads) >= CACHE * max(len(heads), 1) and all(watch.raised for watch in self.watches):
+            self.rollbacks += 1
+            for watch in self.watches:
+                watch.behind = not all(watch.raised)
+
+    def warn(self, layer: int, seen: int, kl: float) -> None:
+        """Say once that predictions fail."""
+        if self._told:
+            return
+        self._told = True
+        done = "evicted tokens come back" if self.spill is not None else "nothing more is evicted there"
+        warnings.warn(
+            f"after {seen:,} tokens layer {layer} looks at evicted tokens more than was forecast (KL {kl:.2f}, alarm "
+            f"at {self.config.kl_alarm}); {done if self.config.guard == 'rollback' else 'guard=rollback would act'}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """State, divergence by layer and head, and what was done.
+
+        Returns:
+            state: "compressed", "raised" (some heads keep everything) or "full"; kl: of the worst head now, NaN before
+            the first look; kl_by_layer: [L][H] running averages; recovery, recall: least of the last looks; raised:
+            heads that keep everything, of ``heads``; rollbacks, restored, looks, ms: counted; spilled: tokens and bytes
+            in the spill store, tokens that its limit dropped and that it lost, and why it broke, if it did.
+        """
+        watches = [watch for watch in self.watches if watch.kl]
+        raised = [head for watch in watches for head in watch.raised]
+        found: dict[str, Any] = {
+            "state": "full" if raised and all(raised) else "raised" if any(raised) else "compressed",
+            "kl": max((max(watch.kl) for watch in watches), default=math.nan),
+            "kl_by_layer": {watch.index: list(watch.kl) for watch in watches},
+            "recovery": min((watch.recovery for watch in watches), default=1.0),
+            "recall": min((watch.recall for watch in watches), default=1.0),
+            "raised": sum(raised),
+            "heads": len(raised),
+        }
+        found |= {name: getattr(self, name) for name in ("rollbacks", "restored", "looks", "ms")}
+        if self.spill is not None:
+            found["spilled"] = self.spill.report()
+        return found
+
+
+class Watch:
+    """The guard's eye on one layer.
+
+    Attributes:
+        kl: [H] running average of the divergence of each kv head; empty before the first look.
+        raised: [H] whether a head keeps everything. calm: [H] looks since it was last above the target.
+        recovery, recall: least of the last look.
+        good: tokens seen when the layer last had no head above the alarm.
+        behind: the cache was raised and this layer has not followed yet.
+    """
+
+    STORED: ClassVar = ("kl", "raised", "calm", "recovery", "recall", "good", "behind")
+
+    def __init__(self, guard: Guard, index: int) -> None:
+        self.guard, self.index = guard, index
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.kl: list[float] = []
+        self.raised: list[bool] = []
+        self.calm: list[int] = []
+        self.recovery = self.recall = 1.0
+        self.good = 0
+        self.behind = False
+        self.asked: Asked | None = None
+        self._looked = 0
+
+    def begin(self, layer: TieredLayer, asked: Asked) -> None:
+        """Follow the cache to the level "full", and remember the newest queries until the end of the call."""
+        self.asked = asked.newest(min(QUERIES, layer.config.recent_window))
+        if not self.raised:
+            self.kl = []
+            self.raised, self.calm = [False] * layer.tokens.heads, [0] * layer.tokens.heads
+        if self.behind:
+            self._raise(layer, range(len(self.raised)))
+
+    def end(self, layer: TieredLayer, new: int) -> None:
+        """Look, if it is time: in turn with the other layers while decoding, and in each call of several tokens."""
+        every = self.guard.config.monitor_every
+        turn = (layer.seen + self.index * every // max(self.guard.layers, 1)) % every == 0
+        fresh = self._looked != layer.seen and self.asked is not None and layer.tokens.compressed
+        if fresh and (new > 1 or turn) and (self.guard.spill is not None or any(self.raised)):
+            self._look(layer, layer.seen)
+        self.asked = None
+
+    def review(
+        self, layer: TieredLayer, new: int, upto: int, rows: Tensor, slots: Tensor, now: Tensor, tiers: Tensor
+    ) -> Tensor:
+        """Look at a plan before it is carried out; what raised heads evict stays in the tier where it is now.
+
+        Args:
+            new: tokens of the call. upto: tokens that count as seen. rows, slots, now, tiers: [T] as in a plan.
+        """
+        if self.asked is not None and (new > 1 or self.guard.spill is None):
+            self._look(layer, upto, (rows, slots, tiers))
+        if any(self.raised):
+            keeps = torch.tensor(self.raised, device=rows.device)[rows % len(self.raised)]
+            return torch.where(keeps & (tiers == Tier.EVICTED), now, tiers)
+        return tiers
+
+    def _look(self, layer: TieredLayer, upto: int, plan: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+        started = time.perf_counter()
+        assert self.asked is not None
+        attention, scores, gone = true_attention(layer, self.asked)
+        if plan is None and any(self.raised):
+            plan = layer.virtual_plan()
+        if plan is not None:
+            rows, slots, tiers = plan
+            gone[rows, slots] = tiers == Tier.EVICTED
+        look = measure(attention, gone, scores, layer.tokens.heads)
+        restored, action = self._follow(layer, look, self.asked.query.shape[2])
+        guard, ms = self.guard, 1e3 * (time.perf_counter() - started)
+        self._looked = layer.seen
+        guard.looks += 1
+        guard.ms += ms
+        if guard.observer is not None:
+            kl, mean = max(self.kl), sum(self.kl) / len(self.kl)
+            seen, raised = layer.seen, sum(self.raised)
+            guard.observer(
+                GuardEvent(
+                    time.time(), self.index, seen, action, kl, mean, self.recovery, self.recall, raised, restored, ms
+                )
+            )
+
+    def _follow(self, layer: TieredLayer, look: Look, queries: int) -> tuple[int, str]:
+        """Take in a look, and act: tokens restored, and what was done."""
+        config, keep = self.guard.config, (1 - GAIN) ** queries
+        before = self.kl or [0.0] * len(self.raised)
+        self.kl = [keep * old + (1 - keep) * new for old, new in zip(before, look.kl.tolist())]
+        self.recovery, self.recall = float(look.recovery.min()), float(look.recall.min())
+        self.calm = [count + 1 if kl < config.kl_target else 0 for count, kl in zip(self.calm, self.kl)]
+        alarmed = [head for head, kl in enumerate(self.kl) if kl > config.kl_alarm and not self.raised[head]]
+        if not any(kl > config.kl_alarm for kl in self.kl):
+            self.good = layer.seen
+        if alarmed:
+            self.guard.warn(self.index, layer.seen, max(self.kl))
+        if config.guard != "rollback":
+            return 0, "look"
+        if alarmed:
+            self.guard.rollbacks += 1
+            heads = {*alarmed, *(head for head, raised in enumerate(self.raised) if raised)}
+            whole = len(heads) >= LAYER * len(self.raised)
+            restored = self._raise(layer, range(len(self.raised)) if whole else sorted(heads))
+            self.guard.escalate()
+            if self.behind:
+                restored += self._raise(layer, range(len(self.raised)))
+            return restored, "raise"
+        calmed = [head for head, raised in enumerate(self.raised) if raised and self.calm[head] >= CALM]
+        for head in calmed:
+            self.raised[head] = False
+        return 0, "lower" if calmed else "look"
+
+    def facts(self) -> dict[str, Any]:
+        """What a session stores of it."""
+        return {name: getattr(self, name) for name in self.STORED}
+
+    def restored(self, facts: dict[str, Any]) -> Watch:
+        """A watch that goes on from :meth:`facts`."""
+        other = copy.copy(self)
+        other.reset()
+        for name in self.STORED:
+            setattr(other, name, facts[name])
+        return other
+
+    def _raise(self, layer: TieredLayer, heads: Any) -> int:
+        """Bring back what heads evicted; they keep everything from now on."""
+        self.behind = False
+        for head in heads:
+            if not self.raised[head]:
+                self.raised[head], self.calm[head] = True, 0
+        store = layer.tokens
+        chosen = torch.tensor(self.raised, device=store.pad.device).repeat(len(store.pad))  # [R]
+        restored = store.restore(chosen)
+        self.guard.restored += restored
+        return restored
+
+
+def true_attention(layer: TieredLayer, asked: Asked) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Attention of a layer's newest queries over all its tokens, the spilled ones included.
+
+    Returns:
+        [R, S] share of attention that each slot received, the mean of the queries and of their group; [R, S] the
+        policy's scores, None if it has none that are shares; [R, S] bool, tokens that are spilled.
+    """
+    store = layer.tokens.whole()
+    query, full, parts = layer.positions.read(store, asked.query)
+    steps, rows = query.shape[2], len(store.pad) * store.heads
+    _, to_full, to_parts = tiered_attention(
+        query,
+        full,
+        parts,
+        scaling=asked.scaling,
+        first=store.seen - steps,
+        mask=asked.mask,
+        weights=query.new_full((steps,), 1 / steps, dtype=torch.float32),
+        softcap=asked.softcap,
+    )
+    assert to_full is not None
+    attention = to_full.new_zeros(rows, store.seen)
+    scores = torch.zeros_like(attention)
+    gone = torch.zeros_like(attention, dtype=torch.bool)
+    slots = full.slots.clamp(min=0).long().repeat_interleave(store.heads, 0)  # [R, n]
+    real = (full.slots >= store.pad[:, None]).repeat_interleave(store.heads, 0)
+    attention.scatter_add_(1, slots, torch.where(real, to_full.flatten(0, 1), 0.0))
+    if full.state is not None:
+        mine = layer.policy.score(full.state.flatten(0, 1), slots, store.seen, layer.prompt)
+        scores.scatter_add_(1, slots, torch.where(real, mine, 0.0))
+    spilled = {id(tokens) for tokens in store.back}
+    for tokens, mass in zip((body for body in store.body() if len(body)), to_parts):
+        at = tokens.token_row(), tokens.slots()
+        attention[at] = mass
+        gone[at] = id(tokens) in spilled
+        if tokens.state is not None:
+            scores[at] = layer.policy.score(tokens.state, at[1], store.seen, layer.prompt)
+    return attention, None if full.state is None else scores, gone

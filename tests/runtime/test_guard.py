@@ -1,0 +1,403 @@
+"""The guard fires when the forecast fails, restores what was evicted, and changes nothing while all is well."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fade_runtime import (
+    FadeConfig,
+    FadeError,
+    JsonlExporter,
+    TieredCache,
+    attach_telemetry,
+    create_tiered_cache,
+    load_session,
+)
+from fade_runtime.guard import CALM, Watch
+from fade_runtime.hf import forward_kwargs
+from fade_runtime.kernels.reference import Part
+from fade_runtime.monitor import Look
+from fade_runtime.spill import Spill
+from fade_runtime.store import TokenStore
+from fade_runtime.tiers import Tier
+from pipelines.measure import dense_twin
+
+from .test_memory import reachable_bytes
+
+TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=16, int4_budget=20, reassign_every=16)
+WATCHED: dict[str, Any] = dict(TIGHT, guard="rollback", spill="host", monitor_every=8)
+CALMED: dict[str, Any] = dict(WATCHED, kl_target=100.0, kl_alarm=100.0)  # never fires
+
+
+def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def forward(model: Any, ids: Tensor, cache: Any, **options: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return model(ids, **forward_kwargs(cache, model), **options).logits
+
+
+def quiet(model: Any, config: FadeConfig) -> TieredCache:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return create_tiered_cache(model, config)
+
+
+def evicted(cache: TieredCache) -> int:
+    return cache.memory_report()["tokens"]["EVICTED"]
+
+
+# -- restoring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(low_budget=30),
+        dict(positions="streaming"),
+        dict(eviction_policy="position"),
+        dict(eviction_policy="ema"),
+    ],
+    ids=str,
+)
+def test_after_restoring_logits_are_those_of_a_cache_with_all_tokens(
+    model: Any, where: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The oracle is transformers' own attention over everything that the cache reads back."""
+    twin = dense_twin(model)
+    spill = dict(spill="disk", spill_dir=tmp_path) if where == "disk" else {}
+    cache = quiet(model, FadeConfig(**{**CALMED, **options, **spill}))
+    ids = prompt(2, 221)
+    forward(model, ids[:, :180], cache)
+    for at in range(180, 220):
+        forward(model, ids[:, at : at + 1], cache)
+    before = evicted(cache)
+    everything = DynamicCache(config=model.config)
+    for index, layer in enumerate(cache.tiered):
+        everything.update(*layer.materialise(), index)
+    restored = sum(layer.tokens.restore() for layer in cache.tiered)
+    assert restored == before > 0
+    assert evicted(cache) == cache.guard.report()["spilled"]["tokens"] == 0
+    for index, layer in enumerate(cache.tiered):
+        for ours, theirs in zip(layer.materialise(), (everything.layers[index].keys, everything.layers[index].values)):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    ours = forward(model, ids[:, 220:221], cache)
+    theirs = twin(ids[:, 220:221], past_key_values=everything, position_ids=torch.full((2, 1), 220)).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("low", [0, 12])
+def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
+    """The same tokens, plans and pages; in one store what is evicted comes back at once, in the other at the end."""
+    config = FadeConfig(**{**TIGHT, "low_budget": low})
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, 3, 0, 16
+    stores = [
+        TokenStore(config, torch.zeros(shape), torch.zeros(shape), state=True, spill=Spill("host")) for _ in range(2)
+    ]
+
+    def plan(rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
+        """Demotes by a lottery, and evicts each token at an age of its own."""
+        lot = torch.sin(rows * 7.3 + slots * 12.9898) * 43758.5453 % 1
+        tier = torch.where((lot < 0.4) & (low > 0), Tier.INT2, Tier.INT4)
+        return torch.where(seen - slots > 20 + 300 * (lot * 7 % 1), Tier.EVICTED, torch.maximum(tier, now))
+
+    seen = 0
+    for steps in (100, 16, 16, 40, 1, 63, 200):
+        key, value = torch.randn(2, 2, 3, steps, 16, generator=generator)
+        for store in stores:
+            store.append(key, value)
+        seen += steps
+        for store in stores:
+            store.compress(seen, plan)
+        stores[0].restore()
+    assert stores[1].evicted > 300
+    stores[1].restore()
+    assert stores[0].evicted == stores[1].evicted == 0
+    plain = [store.dense(store.full.key, lambda _, tokens: Part(tokens)) for store in stores]
+    for ours, theirs in zip(*plain):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_a_guard_that_does_not_fire_changes_nothing(model: Any) -> None:
+    ids = prompt(1, 300)
+    caches = [quiet(model, FadeConfig(**options)) for options in (TIGHT, CALMED, dict(CALMED, guard="warn"))]
+    for at in [slice(0, 200), *(slice(i, i + 1) for i in range(200, 240)), slice(240, 260), slice(260, 261)]:
+        plain, *guarded = (forward(model, ids[:, at], cache) for cache in caches)
+        assert all(torch.equal(plain, each) for each in guarded)
+    assert caches[1].guard.looks > 0
+    assert caches[1].guard.report()["state"] == "compressed"
+
+
+# -- firing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_forecast_is_caught_before_anything_is_evicted(model: Any) -> None:
+    """Peaked random attention does not look at the newest tokens alone, as "position" has it."""
+    cache = quiet(model, FadeConfig(**{**WATCHED, "eviction_policy": "position"}))
+    full = quiet(model, FadeConfig(**{**TIGHT, "int4_budget": None}))
+    ids = prompt(1, 320)
+    for at in [slice(0, 300), *(slice(i, i + 1) for i in range(300, 320))]:
+        ours, theirs = (forward(model, ids[:, at], each) for each in (cache, full))
+        torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
+    report = cache.monitor.report()
+    assert (report["state"], report["raised"], evicted(cache)) == ("full", report["heads"], 0)
+    assert report["rollbacks"] > 0
+
+
+def test_it_says_so_once_and_only_warns_if_told(model: Any) -> None:
+    cache = create_tiered_cache(model, FadeConfig(**{**WATCHED, "eviction_policy": "position", "guard": "warn"}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(prompt(1, 300), **forward_kwargs(cache, model))
+    (one,) = [str(each.message) for each in told if issubclass(each.category, RuntimeWarning)]
+    assert one.startswith("after 300 tokens layer 0 looks at evicted tokens more than was forecast (KL ")
+    assert cache.monitor.report()["state"] == "compressed"
+    assert evicted(cache) > 0
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "none"])
+def test_a_forecast_that_fails_while_decoding_is_taken_back(model: Any, where: str, tmp_path: Path) -> None:
+    """Nothing is wrong at the end of the prompt; then the forecast is turned round, as if the topic had changed."""
+    spill = dict(spill=where, **({"spill_dir": tmp_path} if where == "disk" else {}))
+    cache = quiet(model, FadeConfig(**{**WATCHED, "kl_alarm": 100.0, "kl_target": 0.05, **spill}))
+    ids = prompt(1, 400)
+    forward(model, ids[:, :300], cache)
+    gone = evicted(cache)
+    assert gone > 0
+    options = cache.config.with_options(kl_alarm=0.1)
+    cache.guard.config = options
+    steps = 2 * max(options.monitor_every, options.reassign_every if where == "none" else 0)
+    for at in range(300, 300 + steps + 1):
+        forward(model, ids[:, at : at + 1], cache)
+    report = cache.monitor.report()
+    assert report["state"] in ("raised", "full")
+    if where == "none":
+        assert evicted(cache) >= gone  # it can only stop
+        assert report["restored"] == 0
+    else:
+        assert report["restored"] > 0
+        assert evicted(cache) < gone
+
+
+def test_without_a_spill_store_rollback_says_what_it_cannot(model: Any) -> None:
+    with pytest.warns(RuntimeWarning, match="cannot bring evicted tokens back, it can only stop evicting; give spill="):
+        create_tiered_cache(model, FadeConfig(**{**WATCHED, "spill": "none"}))
+
+
+def look(*kl: float) -> Look:
+    return Look(torch.tensor(kl), torch.ones(len(kl)), torch.ones(len(kl)))
+
+
+def watches(model: Any, **options: Any) -> tuple[TieredCache, list[Watch]]:
+    cache = quiet(model, FadeConfig(**{**CALMED, "kl_target": 0.05, "kl_alarm": 0.1, **options}))
+    cache.guard.config = cache.guard.config.with_options(kl_alarm=100.0)  # the prompt's own looks do not count
+    forward(model, prompt(1, 200), cache)
+    cache.guard.config = cache.guard.config.with_options(kl_alarm=0.1)
+    for watch in cache.guard.watches:
+        watch.kl = [0.0] * 4
+    return cache, cache.guard.watches
+
+
+def test_levels_rise_from_head_to_layer_to_cache_and_fall_again(tiny_model: Any) -> None:
+    model = tiny_model("llama", num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3, head_dim=8)
+    cache, (first, second, third) = watches(model)
+    layers = cache.tiered
+    spilled = [len(layer.tokens.spilled) for layer in layers]
+    with pytest.warns(RuntimeWarning, match="evicted tokens come back"):
+        assert first._follow(layers[0], look(0, 0.3, 0, 0), 1)[1] == "raise"
+    assert first.raised == [False, True, False, False]
+    assert 0 < len(layers[0].tokens.spilled) < spilled[0]
+    assert cache.monitor.report()["state"] == "raised"
+    first._follow(layers[0], look(0, 0, 0.3, 0), 1)  # half of the layer's heads: the layer
+    assert first.raised == [True] * 4
+    assert len(layers[0].tokens.spilled) == 0
+    assert second.behind  # a third of all heads: everything, as soon as each layer is called
+    assert third.behind
+    forward(model, prompt(1, 1, 1), cache)
+    assert cache.monitor.report()["state"] == "full"
+    assert evicted(cache) == 0
+    for _ in range(CALM + 1):
+        for watch, layer in zip(cache.guard.watches, layers):
+            watch.kl = [0.0] * 4
+            watch._follow(layer, look(0, 0, 0, 0), 1)
+    assert cache.monitor.report()["state"] == "compressed"
+    ids = prompt(1, 40, 2)
+    cache.guard.config = cache.guard.config.with_options(kl_alarm=100.0)
+    for at in range(40):
+        forward(model, ids[:, at : at + 1], cache)
+    assert evicted(cache) > 0  # back to the budget
+
+
+def test_one_bad_step_is_not_enough_two_are(model: Any) -> None:
+    cache, (watch, _) = watches(model)
+    watch.kl = [0.0, 0.0]
+    watch._follow(cache.tiered[0], look(0.15, 0), 1)
+    assert not any(watch.raised)
+    with pytest.warns(RuntimeWarning, match="looks at evicted tokens more than was forecast"):
+        watch._follow(cache.tiered[0], look(0.15, 0), 1)
+    assert watch.raised[0]
+
+
+def test_layers_are_looked_at_in_turn(tiny_model: Any) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    cache = quiet(model, FadeConfig(**CALMED))
+    events = attach_telemetry(cache, exporter := Recorder()).exporter
+    forward(model, prompt(1, 200), cache)
+    exporter.events.clear()
+    ids = prompt(1, 16, 1)
+    for at in range(16):
+        forward(model, ids[:, at : at + 1], cache)
+    looks = [(event.seen, event.layer) for event in events.events if hasattr(event, "recovery")]
+    assert sorted(layer for _, layer in looks) == [0, 0, 1, 1, 2, 2, 3, 3]  # each once in monitor_every steps
+    assert len({seen for seen, _ in looks}) == 8  # one layer at a time
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def export(self, event: Any) -> None:
+        self.events.append(event)
+
+
+# -- with everything else --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_session_takes_spilled_tokens_along(model: Any, where: str, tmp_path: Path) -> None:
+    spill = dict(spill="disk", spill_dir=tmp_path / "spill") if where == "disk" else {}
+    config = FadeConfig(**{**CALMED, **spill})
+    cache = quiet(model, config)
+    ids = prompt(2, 280)
+    forward(model, ids[:, :200], cache)
+    for at in range(200, 240):
+        forward(model, ids[:, at : at + 1], cache)
+    cache.save_session(tmp_path / "session")
+    other = load_session(model, tmp_path / "session")
+    assert other.monitor.report()["kl_by_layer"] == cache.monitor.report()["kl_by_layer"]
+    assert other.monitor.report()["spilled"]["tokens"] == cache.monitor.report()["spilled"]["tokens"] > 0
+    for each in (cache, other):
+        each.tiered[0].tokens.restore()
+    for at in range(240, 280):
+        assert torch.equal(*(forward(model, ids[:, at : at + 1], each) for each in (cache, other)))
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_beams_copies_and_resets(model: Any, where: str, tmp_path: Path) -> None:
+    spill = dict(spill="disk", spill_dir=tmp_path) if where == "disk" else {}
+    cache = quiet(model, FadeConfig(**{**CALMED, **spill}))
+    ids = prompt(3, 200)
+    forward(model, ids, cache)
+    alone = quiet(model, FadeConfig(**CALMED))
+    forward(model, ids[2:], alone)
+    copied = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([2, 0, 2]))
+    for each in (cache, alone):
+        for layer in each.tiered:
+            layer.tokens.restore()
+    step = prompt(1, 1, 5)
+    ours, theirs = forward(model, step.expand(3, -1), cache), forward(model, step, alone)
+    torch.testing.assert_close(ours[[0, 2]], theirs.expand(2, -1, -1), atol=2e-5 * float(theirs.abs().max()), rtol=1e-4)
+    assert copied.monitor.report()["spilled"]["where"] == where
+    assert sum(len(layer.tokens.spilled) for layer in copied.tiered) > 0
+    copied.reset()
+    cache.reset()
+    assert cache.monitor.report()["state"] == "compressed"
+    del copied
+    forward(model, ids, cache)
+    assert evicted(cache) > 0
+
+
+def test_bytes_are_those_that_can_be_reached(model: Any, tmp_path: Path) -> None:
+    ids = prompt(2, 260)
+    sizes = {}
+    for name, spill in {
+        "none": dict(guard="off", spill="none"),
+        "host": {},
+        "disk": dict(spill="disk", spill_dir=tmp_path),
+    }.items():
+        cache = quiet(model, FadeConfig(**{**CALMED, **spill}))
+        forward(model, ids[:, :200], cache)
+        for at in range(200, 220):
+            forward(model, ids[:, at : at + 1], cache)
+        sizes[name] = cache.memory_report()["resident_bytes"]
+        assert sizes[name] == reachable_bytes(cache)
+    assert sizes["none"] == sizes["disk"] < sizes["host"]  # host memory is this device's memory
+
+
+def test_a_disk_that_fails_in_the_middle_ends_eviction_and_nothing_else(model: Any, tmp_path: Path) -> None:
+    cache = quiet(model, FadeConfig(**{**CALMED, "spill": "disk", "spill_dir": tmp_path}))
+    ids = prompt(1, 300)
+    forward(model, ids[:, :200], cache)
+    gone = evicted(cache)
+    shutil.rmtree(cache.guard.spill.folder)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for at in range(200, 300):
+            model(ids[:, at : at + 1], **forward_kwargs(cache, model))
+    (one,) = [str(each.message) for each in told if issubclass(each.category, RuntimeWarning)]
+    assert "evicted tokens are lost: spill file" in one
+    assert evicted(cache) == gone
+    assert cache.monitor.report()["spilled"]["broken"] is not None
+
+
+def test_compression_off_is_the_full_cache(model: Any) -> None:
+    ids = prompt(1, 300)
+    cache = create_tiered_cache(model, FadeConfig(**TIGHT, compression="off"))
+    stock, twin = DynamicCache(config=model.config), dense_twin(model)
+    for at in [slice(0, 200), *(slice(i, i + 1) for i in range(200, 240))]:
+        ours = forward(model, ids[:, at], cache)
+        torch.testing.assert_close(ours, twin(ids[:, at], past_key_values=stock).logits, atol=1e-5, rtol=1e-5)
+    assert cache.memory_report()["compression"] < 1.01
+
+
+def test_telemetry_tells_of_looks(model: Any, tmp_path: Path) -> None:
+    cache = quiet(model, FadeConfig(**{**WATCHED, "eviction_policy": "position"}))
+    attach_telemetry(cache, JsonlExporter(tmp_path / "events.jsonl"))
+    forward(model, prompt(1, 200), cache)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    looks = [event for event in events if event["event"] == "guard"]
+    assert {event["event"] for event in events} == {"guard", "reassignment"}
+    assert len(looks) == cache.guard.looks
+    assert looks[0]["action"] == "raise"
+    assert looks[0]["kl"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(guard="on"), "guard 'on' is not one of off, warn, rollback"),
+        (dict(spill="tape", guard="warn"), "spill 'tape' is not one of none, host, disk"),
+        (dict(spill="host"), "spill 'host' stores what a guard would restore; set guard="),
+        (dict(guard="warn", spill="disk"), "spill 'disk' and spill_dir go together"),
+        (dict(guard="warn", spill="host", spill_dir="x"), "spill 'disk' and spill_dir go together"),
+        (dict(guard="warn", spill="host", spill_limit=0.5), "spill_limit 0.5 is not a whole number of bytes"),
+        (dict(guard="warn", spill_limit=5), "spill_limit is given but nothing is spilled"),
+        (dict(kl_target=0.2), r"kl_target 0.2 is not in \(0, kl_alarm 0.1\]; lower it"),
+        (dict(monitor_every=0), "monitor_every 0 is not a whole number of at least 1"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FadeError, match=message):
+        FadeConfig(**options)
+
+
+def test_a_cache_without_a_guard_says_how_to_get_one(model: Any) -> None:
+    with pytest.raises(FadeError, match="this cache has no guard; create it with FadeConfig"):
+        _ = create_tiered_cache(model).monitor

@@ -1,0 +1,216 @@
+"""Evicted tokens go to host memory or disk in their packed form, and come back as they were."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fade_runtime.packed import PackedTokens, pack_tokens
+from fade_runtime.spill import PREFIX, Spill, SpilledTokens
+from fade_runtime.tiers import Tier
+from predictor.errors import FadeError
+
+CPU = torch.device("cpu")
+WHERE = ["host", "disk"]
+
+
+def tokens(lengths: list[int], first: int = 0, dim: int = 16, low: float = 0.0) -> PackedTokens:
+    """Packed tokens of rows of several lengths, from a slot on."""
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    slots = torch.cat([torch.arange(length) + first for length in lengths])
+    key, value = torch.randn(2, len(rows), dim, generator=torch.Generator().manual_seed(first))
+    is_low = torch.rand(len(rows), generator=torch.Generator().manual_seed(1)) < low
+    return pack_tokens(key, value, rows, slots, slots.float(), low=is_low)
+
+
+def spill(where: str, folder: Path, limit: int | None = None) -> Spill:
+    return Spill(where, folder if where == "disk" else None, limit)
+
+
+def contents(bodies: list[list[PackedTokens]] | list[PackedTokens]) -> dict[tuple[int, int], tuple[Tensor, ...]]:
+    """Tier, codes and scales of each token by row and slot."""
+    found = {}
+    flat = [body for each in bodies for body in (each if isinstance(each, list) else [each])]
+    for body in flat:
+        low, page = body.low(), body.token_page()
+        at_high, at_low = (~low).cumsum(0) - 1, low.cumsum(0) - 1
+        for t, (row, slot) in enumerate(zip(body.token_row().tolist(), body.slots().tolist())):
+            codes = body.low_key_codes[at_low[t]] if low[t] else body.key_codes[at_high[t]]
+            assert (row, slot) not in found
+            found[row, slot] = (low[t], codes, body.key_scale[page[t]], body.value_zero[t], body.state[t])
+    return found
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, y) for key in a for x, y in zip(a[key], b[key]))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("lengths", [[1], [63, 64, 200], [0, 5, 0, 130]], ids=str)
+def test_what_was_spilled_comes_back_bit_by_bit(where: str, lengths: list[int], tmp_path: Path) -> None:
+    held = SpilledTokens(spill(where, tmp_path), CPU)
+    given = [tokens(lengths, first, low=0.3) for first in range(0, 1000, 250)]
+    for each in given:
+        assert held.add([each])
+    assert len(held) == 4 * sum(lengths)
+    expected = contents(given)
+    assert same(contents(held.read()), expected)
+    rows = torch.arange(len(lengths)) % 2 == 0
+    taken = held.take(rows)
+    assert same(contents(taken), {key: each for key, each in expected.items() if rows[key[0]]})
+    assert same(contents(held.read()), {key: each for key, each in expected.items() if not rows[key[0]]})
+    held.take()
+    assert len(held) == 0
+    assert held.spill.nbytes == 0
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_rows_are_selected_as_often_as_named(where: str, tmp_path: Path) -> None:
+    held = SpilledTokens(spill(where, tmp_path), CPU)
+    given = tokens([30, 7, 90])
+    held.add([given])
+    held.select_rows(torch.tensor([2, 0, 2]))
+    old = contents([given])
+    found = contents(held.read())
+    assert same(found, {(new, slot): old[row, slot] for new, row in enumerate([2, 0, 2]) for slot in range(200)
+                        if (row, slot) in old})  # fmt: skip
+
+
+def test_many_small_chunks_are_merged() -> None:
+    held = SpilledTokens(Spill("host"), CPU)
+    for first in range(0, 6400, 64):
+        held.add([tokens([64, 64], first)])
+    assert len(held.chunks) <= 8
+    assert len(contents(held.read())) == 12800
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_bytes_are_counted_and_the_oldest_are_dropped_at_the_limit(where: str, tmp_path: Path) -> None:
+    one = sum(t.numel() * t.element_size() for t in tokens([64, 64]).tensors().values())
+    held = SpilledTokens(spill(where, tmp_path, limit=4 * one), CPU)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for first in range(0, 640, 64):
+            held.add([tokens([64, 64], first)])
+            assert held.spill.nbytes <= 4 * one
+    assert [str(each.message) for each in told] == [
+        f"the spill store is full ({4 * one:,} bytes): its oldest tokens are dropped and cannot be restored; "
+        "raise spill_limit"
+    ]
+    left = {slot for _, slot in contents(held.read())}
+    assert left == set(range(640 - len(left), 640))  # the newest
+    assert held.spill.dropped == 1280 - 2 * len(left)
+    assert held.spill.broken is None
+
+
+def test_what_is_larger_than_the_limit_is_dropped_at_once() -> None:
+    held = SpilledTokens(Spill("host", limit=100), CPU)
+    with pytest.warns(RuntimeWarning, match="raise spill_limit"):
+        assert held.add([tokens([64])])
+    assert (len(held), held.spill.dropped, held.spill.nbytes) == (0, 64, 0)
+
+
+def test_files_are_private_and_go_with_the_cache(tmp_path: Path) -> None:
+    held = SpilledTokens(Spill("disk", tmp_path), CPU)
+    held.add([tokens([64])])
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o77 == 0
+    assert len(list(folder.glob("*.safetensors"))) == 1
+    held.take()
+    assert list(folder.glob("*.safetensors")) == []
+    del held
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_caches_in_one_directory_do_not_mix(tmp_path: Path) -> None:
+    one, two = (SpilledTokens(Spill("disk", tmp_path), CPU) for _ in range(2))
+    one.add([tokens([10], 0)])
+    two.add([tokens([10], 500)])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert {slot for _, slot in contents(one.read())} == set(range(10))
+    assert {slot for _, slot in contents(two.read())} == set(range(500, 510))
+
+
+def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from fade_runtime.spill import Spill
+        spill = Spill("disk", Path(sys.argv[1]))
+        (spill.folder / "1.safetensors").write_bytes(b"text")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    mine = Spill("disk", tmp_path)
+    assert not left.exists()
+    assert [path.name for path in tmp_path.glob(f"{PREFIX}*")] == [mine.folder.name]
+
+
+@pytest.mark.parametrize("how", ["removed", "cut"])
+def test_a_file_that_is_damaged_is_named_and_ends_eviction(how: str, tmp_path: Path) -> None:
+    held = SpilledTokens(Spill("disk", tmp_path), CPU)
+    held.add([tokens([64])])
+    (file,) = tmp_path.glob("*/*.safetensors")
+    file.unlink() if how == "removed" else os.truncate(file, 100)
+    with pytest.warns(RuntimeWarning, match=rf"64 evicted tokens are lost: spill file {file}"):
+        assert held.take() == []
+    assert (held.spill.lost, len(held)) == (64, 0)
+    assert not held.add([tokens([64])])  # from here on nothing is evicted
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    script = """
+        import resource, signal, sys, warnings
+        import torch
+        from pathlib import Path
+        from fade_runtime.spill import Spill, SpilledTokens
+        from tests.runtime.test_spill import contents, tokens
+        warnings.simplefilter("ignore")
+        held = SpilledTokens(Spill("disk", Path(sys.argv[1])), torch.device("cpu"))
+        assert held.add([tokens([64])])
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # as a full disk: writing fails in the middle
+        assert not held.add([tokens([640], 64)])
+        assert len(list(held.spill.folder.glob("*.safetensors"))) == 1, "nothing half-written stays"
+        assert len(contents(held.take())) == 64
+        print(held.spill.broken)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"the spill store ({tmp_path}")
+
+
+def test_a_directory_that_goes_away_loses_nothing(tmp_path: Path) -> None:
+    held = SpilledTokens(Spill("disk", tmp_path), CPU)
+    shutil.rmtree(held.spill.folder)
+    with pytest.warns(RuntimeWarning, match="takes no more tokens: .*; tokens are kept in the cache from here on"):
+        assert not held.add([tokens([64])])
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FadeError, match=r"spill_dir .*file.* cannot be written \(.*\); name another folder"):
+        Spill("disk", tmp_path / "file" / "folder")
+
+
+def test_tiers_are_kept(tmp_path: Path) -> None:
+    held = SpilledTokens(Spill("disk", tmp_path), CPU)
+    given = tokens([200], low=0.5)
+    held.add([given])
+    (back,) = held.take()
+    now = torch.where(back.low(), int(Tier.INT2), int(Tier.INT4))
+    assert torch.equal(now, torch.where(given.low(), int(Tier.INT2), int(Tier.INT4)))
