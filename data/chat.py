@@ -62,6 +62,13 @@ def chat_frame(tokenizer: Any, answer: bool) -> tuple[list[int], list[int]]:
     return ids, tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
 
 
+def awaiting(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Write a chat whose next message is the assistant's, and its opening; role lines without a chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return f"{role_lines(messages)}assistant:"
+    return _render(tokenizer, messages, add_generation_prompt=True)
+
+
 def is_chat(value: Any) -> TypeGuard[Sequence[Message]]:
     """Tell whether a value is a list of messages with ``role`` and ``content``.
 

@@ -90,8 +90,8 @@ def fade_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,  # before scaling, as in transformers' SDPA: kvpress passes it by place
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("position", "h2o", "ema", "adaptive")
 METHODS = ("full", "safe", *POLICIES, "learned", "fastgen")
+PRESETS = ("safe", "balanced", "aggressive")
 
 
 def evaluate(
@@ -49,7 +50,9 @@ def evaluate(
         methods: of full, safe (4 bits, nothing evicted), position, h2o, ema, adaptive, learned (each predictor),
             fastgen (at most the budget), and names of configs.
         configs: name -> options of FadeConfig, `{k4v2: {int4_budget: 0, low_budget: null}}`; the option
-            `predictor` may name one of predictors.
+            `predictor` may name one of predictors, `preset` names safe, balanced or aggressive to start from; or
+            `peer`: quanto, hqq, kvpress or fade-kv, and its options, `{snapkv: {peer: kvpress, press: SnapKVPress,
+            compression_ratio: 0.8}}`.
         predictors: name in the table -> `models:/NAME@alias`, `models:/NAME/3`, bundle directory or hub id.
         budget: share of the context that evicting methods keep per kv head.
         traces: collection whose validation documents are read, and whose attention is drawn.
@@ -65,7 +68,10 @@ def evaluate(
         out: folder to write; one that is there is replaced at the end.
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
     """
-    check_options(methods, configs or {}, predictors or {}, budget, documents, context, steps)
+    check_methods(methods, configs or {}, predictors or {}, budget)
+    for option, value, least in (("documents", documents, 1), ("context", context, 1), ("steps", steps, 2)):
+        if value < least:
+            raise FadeError(f"{option} {value} is too small; use at least {least}")
     if traces is None and not text:
         raise FadeError("traces and text are both null; name traces, or files to read as text")
 
@@ -127,16 +133,13 @@ class HeldOut:
     tokens: Tensor
 
 
-def check_options(
+def check_methods(
     methods: Sequence[str],
     configs: Mapping[str, Mapping[str, Any]],
     predictors: Mapping[str, str],
     budget: float,
-    documents: int,
-    context: int,
-    steps: int,
 ) -> None:
-    """Refuse options that cannot work, before anything is loaded.
+    """Refuse methods that cannot work, before anything is loaded.
 
     Raises:
         FadeError: names the option.
@@ -152,9 +155,6 @@ def check_options(
         raise FadeError("method 'learned' needs predictors; name one, or leave 'learned' out of methods")
     if not 0 < budget <= 1:
         raise FadeError(f"budget {budget} is not a share of the context; use a float in (0, 1]")
-    for name, value, least in (("documents", documents, 1), ("context", context, 1), ("steps", steps, 2)):
-        if value < least:
-            raise FadeError(f"{name} {value} is too small; use at least {least}")
 
 
 def make_methods(
@@ -189,14 +189,20 @@ def make_methods(
 
 def _config(name: str, options: Mapping[str, Any], predictors: Mapping[str, Predictor]) -> Any:
     from fade_runtime import FadeConfig
+    from pipelines.peers import make_peer
 
     given = dict(options)
     if given.get("predictor") in predictors:
         given["predictor"] = predictors[given["predictor"]]
+    preset = given.pop("preset", "safe")
     try:
-        return FadeConfig.safe(**given)
+        if "peer" in given:
+            return make_peer(given.pop("peer"), given)
+        if preset not in PRESETS:
+            raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
+        return getattr(FadeConfig, preset)(**given)
     except FadeError as error:
-        raise FadeError(f"config {name!r}: {error}") from error
+        raise type(error)(f"config {name!r}: {error}") from error
 
 
 def choose_texts(

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs, hand_over
+from fade_runtime.hf import forward_kwargs, geometry, hand_over, text_config
 from fade_runtime.layer import TieredLayer
+from pipelines.peers import Peer, PeerError, resident_bytes
 
 FULL = "full"
 
@@ -24,7 +26,7 @@ class Method:
     """One line of the table: a name, and what the cache is to do; None is the full cache."""
 
     name: str
-    config: FadeConfig | None
+    config: FadeConfig | Peer | None
 
 
 @dataclass
@@ -91,45 +93,54 @@ def compare(
     if not methods or methods[0].config is not None:
         raise ValueError(f"the first method must be {FULL}")
     head, tail = tokens.split([tokens.shape[1] - steps, steps], dim=1)
-    twin = dense_twin(model)
     measured = [Measured(method.name) for method in methods]
-    runs = [_Run(twin if method.config is None else model, method.config) for method in methods]
+    runs = start(methods, model, dense_twin(model))
     with torch.inference_mode():
-        _read_prompt(runs, head, on_step)
+        read_prompt(runs, head, on_step)
         (_in_turn if timed else _one_by_one)(runs, tail, measured, on_step)
     for row, run in zip(measured, runs):
         row.resident_bytes, row.full_bytes = run.half_precision_bytes()
     return measured
 
 
-def _read_prompt(runs: Sequence[_Run], head: Tensor, on_step: Callable[[], None]) -> None:
-    """Fill each cache; tiered caches see the same prompt, so that one forward fills them all where it can."""
-    compressed = [run for run in runs if run.compressed]
-    layers = [layer for run in compressed for layer in run.cache.layers]
-    together = len(compressed) > 1 and all(isinstance(layer, TieredLayer) for layer in layers)
-    for run in compressed if together else ():
+def start(methods: Sequence[Method], model: Any, twin: Any) -> list[Run]:
+    """Give each method an empty cache: a tiered one on the model, any other on its dense twin."""
+    return [
+        PeerRun(twin, method.config)
+        if isinstance(method.config, Peer)
+        else Run(twin if method.config is None else model, method.config)
+        for method in methods
+    ]
+
+
+def read_prompt(runs: Sequence[Run], head: Tensor, on_step: Callable[[], None] = lambda: None) -> None:
+    """Fill each cache; those that only store a prompt while the model reads it are filled by one forward."""
+    tiered = [run for run in runs if run.tiered]
+    together = bool(tiered) and all(isinstance(layer, TieredLayer) for run in tiered for layer in run.cache.layers)
+    for run in tiered if together else ():
         run.cache.note_ids(head)  # the model is called with a cache of all of them
     for run in runs:
-        if run.compressed and together:
-            if run is compressed[0]:
-                run.feed(
-                    head,
-                    Cache(layers=[_Fan(each) for each in zip(*(one.cache.layers for one in compressed))]),
-                )
-        else:
+        if not (together and run.stores):
             run.feed(head)
+        elif run is tiered[0]:
+            others = [other.cache.layers for other in runs if other.stores and not other.tiered]
+            columns = zip(*(one.cache.layers for one in tiered))
+            stored = list(zip(*others)) or [()] * len(run.cache.layers)
+            run.feed(head, Cache(layers=[_Fan(layers, also) for layers, also in zip(columns, stored)]))
         on_step()
+    for run in runs:
+        run.seen = head.shape[1]
 
 
 def _in_turn(
-    runs: Sequence[_Run], tail: Tensor, measured: Sequence[Measured], on_step: Callable[[], None]
+    runs: Sequence[Run], tail: Tensor, measured: Sequence[Measured], on_step: Callable[[], None]
 ) -> None:
     for step, token in enumerate(tail.split(1, dim=1)):
         logits: dict[int, Tensor] = {}
         for turn in range(len(runs)):
             index = (step + turn) % len(runs)
             started = time.perf_counter()
-            logits[index] = runs[index].feed(token)
+            logits[index] = runs[index].follow(token)
             if step > 0:
                 measured[index].seconds.append(time.perf_counter() - started)
             on_step()
@@ -138,11 +149,11 @@ def _in_turn(
 
 
 def _one_by_one(
-    runs: Sequence[_Run], tail: Tensor, measured: Sequence[Measured], on_step: Callable[[], None]
+    runs: Sequence[Run], tail: Tensor, measured: Sequence[Measured], on_step: Callable[[], None]
 ) -> None:
     expected = tail.new_empty(0)
     for run, row in zip(runs, measured):
-        logits = torch.cat([run.feed(piece) for piece in tail.split(run.stride, dim=1)])
+        logits = run.follow(tail)
         expected = logits if row is measured[0] else expected
         row.add(expected, logits)
         for _ in range(tail.shape[1]):
@@ -158,11 +169,12 @@ def dense_twin(model: Any) -> Any:
 class _Fan(TieredLayer):
     """The same layer of several tiered caches, as one: the first, in whose steps the others follow.
 
-    While a prompt is read, all of them answer the same: what plain attention does.
+    While a prompt is read, all of them answer the same: what plain attention does. Layers of other caches, which
+    only store what they are given, are filled along.
     """
 
-    def __init__(self, layers: Sequence[TieredLayer]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[TieredLayer], others: Sequence[Any] = ()) -> None:
+        self.layers, self.others = layers, others
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layers[0], name)
@@ -172,6 +184,8 @@ class _Fan(TieredLayer):
     ) -> tuple[Tensor, Tensor]:
         for layer in self.layers:
             layer.update(key_states, value_states, kwargs={})
+        for other in self.others:
+            other.update(key_states, value_states)
         return hand_over(self, key_states, kwargs.get("kwargs")), value_states
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -179,16 +193,20 @@ class _Fan(TieredLayer):
         return first
 
 
-class _Run:
+class Run:
     """A model and one cache, fed with tokens.
 
     Attributes:
+        tiered: whether the cache is one of ours.
         stride: tokens that may come in one call and leave the cache as they would one at a time.
+        stores: while a prompt is read, the cache stores what it is given, and does nothing else.
+        seen: tokens so far. since: those that followed the prompt.
     """
 
     def __init__(self, model: Any, config: FadeConfig | None) -> None:
-        self.model, self.compressed, self.cache = model, config is not None, DynamicCache(config=model.config)
-        self.stride = 64
+        self.model, self.tiered, self.cache = model, config is not None, DynamicCache(config=model.config)
+        self.stride, self.since, self.seen = 64, 0, 0
+        self.stores = config is not None or all(type(layer) is DynamicLayer for layer in self.cache.layers)
         if config is not None:
             self.cache = create_tiered_cache(model, config)
             self.stride = 1 if config.chunked_prefill else config.reassign_every
@@ -199,6 +217,30 @@ class _Run:
         kwargs = forward_kwargs(self.cache if cache is None else cache, self.model)
         return self.model(tokens, logits_to_keep=keep, use_cache=True, **kwargs).logits[0]
 
+    def follow(self, tokens: Tensor) -> Tensor:
+        """Return the logits after each of the tokens [1, n] that come after a prompt: [n, V].
+
+        They come in calls that leave the cache as single ones would.
+        """
+        rows = []
+        while tokens.shape[1]:
+            piece, tokens = tokens.split_with_sizes(self._next(tokens.shape[1]), dim=1)
+            rows.append(self.feed(piece))
+            self.since += piece.shape[1]
+            self.seen += piece.shape[1]
+        return torch.cat(rows)
+
+    def _next(self, waiting: int) -> list[int]:
+        """Tokens that may come at once, and the rest."""
+        now = min(waiting, self.stride - self.since % self.stride)
+        return [now, waiting - now]
+
+    def copied(self) -> Run:
+        """The same model with a copy of the cache, to go on in another way."""
+        other = copy.copy(self)
+        other.cache = copy.deepcopy(self.cache)
+        return other
+
     def half_precision_bytes(self) -> tuple[int, int]:
         """Resident bytes and those of a full cache, had the model been of two-byte floats.
 
@@ -206,7 +248,7 @@ class _Run:
         same under every model.
         """
         width = self.model.dtype.itemsize
-        if not self.compressed:
+        if not self.tiered:
             full = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
             return full * 2 // width, full * 2 // width
         report = self.cache.memory_report()
@@ -214,3 +256,34 @@ class _Run:
         stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in exact}
         spared = sum(stored.values()) * (width - 2) // width
         return report["resident_bytes"] - spared, report["full_bytes"] * 2 // width
+
+
+class PeerRun(Run):
+    """A model and another project's cache, fed with tokens."""
+
+    def __init__(self, model: Any, peer: Peer) -> None:
+        self.model, self.tiered, self.peer, self.cache = model, False, peer, peer.cache(model)
+        self.stride, self.since, self.seen, self.stores = peer.stride, 0, 0, peer.stores
+
+    def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """Read the prompt as the peer wants it, then the tokens after it: [n or 1, V].
+
+        Raises:
+            PeerError: the peer failed.
+        """
+        where = {}
+        if self.peer.keeps_positions:
+            where = {"position_ids": torch.arange(self.seen, self.seen + tokens.shape[1])[None]}
+        try:
+            if self.seen == 0:
+                return self.peer.read(self.model, tokens, self.cache)
+            return self.model(tokens, use_cache=True, **where, **forward_kwargs(self.cache, self.model)).logits[0]
+        except Exception as error:  # another project's code raises what it likes
+            raise PeerError(self.peer, tokens.shape[1], error) from error
+
+    def half_precision_bytes(self) -> tuple[int, int]:
+        """What is reachable from the cache, and what a full cache of the same text holds."""
+        config = text_config(self.model)
+        heads, dim = geometry(config)
+        full = 2 * 2 * config.num_hidden_layers * heads * dim * self.seen
+        return resident_bytes(self.cache, self.model.dtype), full

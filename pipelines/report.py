@@ -115,7 +115,7 @@ def table(methods: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in methods
     ]
-    return _aligned(COLUMNS[: len(lines[0])], lines, words=1)
+    return aligned(COLUMNS[: len(lines[0])], lines, words=1)
 
 
 def source_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -132,10 +132,10 @@ def source_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
         if row["method"] != FULL
     ]
-    return _aligned(SOURCE_COLUMNS, lines, words=2)
+    return aligned(SOURCE_COLUMNS, lines, words=2)
 
 
-def _aligned(columns: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
+def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
     """A Markdown table whose source is aligned too; all but the first ``words`` columns are numbers."""
     every = [columns, *lines]
     widths = [max(len(line[i]) for line in every) for i in range(len(columns))]

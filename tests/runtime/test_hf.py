@@ -127,3 +127,12 @@ def test_static_cache_is_served_as_before(family: str) -> None:
             torch.cat([model(part, **hf.forward_kwargs(cache, model)).logits for part in parts], 1)
         )
     torch.testing.assert_close(*results, atol=1e-4, rtol=0)
+
+
+def test_dropout_may_come_by_place_as_kvpress_passes_it() -> None:
+    """Its wrapper, put around every attention function once it is imported, calls it so."""
+    torch.manual_seed(0)
+    query = torch.randn(1, 2, 5, 8)
+    by_name, _ = hf.fade_attention(nn.Module(), query, query, query, None, dropout=0.0, scaling=0.25)
+    by_place, _ = hf.fade_attention(nn.Module(), query, query, query, None, 0.0, scaling=0.25)
+    torch.testing.assert_close(by_place, by_name)

@@ -1,0 +1,255 @@
+"""Ask compressed caches what the full cache is asked: retrieval, copying, reasoning, code, chats."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines import cli
+from pipelines.evaluate import check_methods, make_methods
+from predictor.errors import FadeError
+
+if TYPE_CHECKING:
+    from pipelines.answers import Asking
+    from pipelines.measure import Method
+    from pipelines.tasks.task import Task, Wish
+
+GENERATED = ("copy", "needle", "many keys", "lines", "key-value", "topics", "probes")  # need no file
+
+
+def evaluate_tasks(
+    model: str = "artefacts/models/smollm2-135m-instruct",
+    tasks: list[str] = list(GENERATED),  # noqa: B006
+    methods: list[str] = ["safe", "h2o"],  # noqa: B006
+    configs: dict[str, dict[str, Any]] | None = None,
+    predictors: dict[str, str] | None = None,
+    budget: float = 0.43,
+    n: int = 8,
+    length: int = 2048,
+    lengths: dict[str, int] | None = None,
+    data: str | None = None,
+    files: dict[str, str] | None = None,
+    compress: str = "prompt",
+    run_code: bool = False,
+    seed: int = 0,
+    out: str = "artefacts/eval/tasks",
+    tracking_uri: str | None = None,
+) -> int:
+    """Ask each cache the same tasks, and hold its answers against the full cache's.
+
+    Writes results.jsonl and report.md, both or neither, and prints the tables. What cannot be run (a task file that is
+    not there or is malformed, a package that is not installed, a context too long for the model) is named and skipped:
+    the other rows are written all the same, and the exit status is 2.
+
+    Args:
+        model: directory or hub id of a causal language model, loaded in float32.
+        tasks: of copy, needle, many keys, lines, key-value, topics, probes, which need no file; and of wikitext, books,
+            gsm8k, multi_news, passage_retrieval, altqa, paperqa, senhallu, private_eval, humaneval, mt_bench.
+        methods: of safe, position, h2o, ema, adaptive, learned (each predictor), and names of configs; the full cache
+            is always asked.
+        configs: name -> options of FadeConfig, or a `peer` and its options, as for `pipelines.evaluate`.
+        predictors: name in the table -> `models:/NAME@alias`, `models:/NAME/3`, bundle directory or hub id.
+        budget: share of the context that evicting methods keep per kv head.
+        n: prompts of each task.
+        length: tokens of a prompt at most; generated ones are about as long.
+        lengths: task -> another length.
+        data: folder with the files of tasks.
+        files: task -> another file or text source, or `hf:NAME:CONFIG:SPLIT`.
+        compress: what a cache has read when it first compresses: the "prompt" less its last token, as generate() has,
+            or only the "context", as when many questions are asked about one document.
+        run_code: run the functions that the model writes for humaneval, each in a process with little time and memory,
+            which is no sandbox; without it humaneval has no score.
+        seed: of what is generated.
+        out: folder to write; one that is there is replaced at the end.
+        tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
+    """
+    from pipelines.tasks import TASKS
+
+    configs, predictors, lengths, files = configs or {}, predictors or {}, lengths or {}, files or {}
+    check_methods(methods, configs, predictors, budget)
+    check_tasks(
+        tasks, TASKS, n, {"length": length, **lengths}, {"lengths": lengths, "files": files}, compress
+    )
+
+    from tqdm import tqdm
+
+    from data.lm import load_lm
+    from pipelines.answers import Asking
+    from pipelines.report import machine
+    from pipelines.tasks.task import Wish
+    from predictor.provenance import model_provenance
+    from predictor.registry import load_predictor
+
+    loaded = {name: load_predictor(ref, tracking_uri) for name, ref in predictors.items()}
+    lm, tokenizer = load_lm(model, "float32")
+    for predictor in loaded.values():
+        predictor.check(lm)
+    skipped = Skipped()
+    asked = possible(methods, lambda name: make_methods([name], configs, loaded, budget), skipped)
+    asking, rows = Asking(lm, tokenizer, compress, run_code), []
+    with tqdm(total=len(tasks) * n * len(asked), unit="answer", desc="Asking", mininterval=1) as bar:
+        for task in (TASKS[name] for name in tasks):
+            bar.set_postfix_str(task.name)
+            where = files.get(task.name) or in_folder(task.source, data)
+            wish = Wish(tokenizer, n, lengths.get(task.name, length), seed, where)
+            rows += ask(asking, task, wish, asked, skipped, bar.update)
+
+    run = {
+        "kind": "run",
+        "command": " ".join(["python -m pipelines.evaluate_tasks", *sys.argv[1:]]),
+        "settings": {
+            "model": model, "tasks": tasks, "methods": methods, "configs": configs, "predictors": predictors,
+            "budget": budget, "n": n, "length": length, "lengths": lengths, "data": data, "files": files,
+            "compress": compress, "run_code": run_code, "seed": seed,
+        },
+        "skipped": skipped.lines,
+        "machine": machine(),
+        "model": model_provenance(lm, tokenizer),
+    }  # fmt: skip
+    if not rows:
+        raise FadeError("nothing could be asked; see above")
+    write_results(Path(out), run, rows, {name: TASKS[name].metric for name in tasks})
+    return 2 if skipped.lines else 0
+
+
+class Skipped:
+    """What could not be run, said when it happens and kept for the report."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        """Say it on the error stream."""
+        self.lines.append(line)
+        print(f"\nskipped: {line}", file=sys.stderr)
+
+
+def check_tasks(
+    tasks: Sequence[str],
+    known: Mapping[str, Task],
+    n: int,
+    lengths: Mapping[str, int],
+    by_task: Mapping[str, Mapping[str, Any]],
+    compress: str,
+) -> None:
+    """Refuse options that cannot work, before anything is loaded.
+
+    Raises:
+        FadeError: names the option.
+    """
+    from pipelines.answers import COMPRESS
+
+    if not tasks:
+        raise FadeError(f"tasks is empty; choose from {', '.join(known)}")
+    for option, names in (("task", tasks), *((f"{option}:", each) for option, each in by_task.items())):
+        if unknown := [name for name in names if name not in known]:
+            raise FadeError(f"{option} {unknown[0]!r} is not known; choose from {', '.join(known)}")
+    if n < 1:
+        raise FadeError(f"n {n} is too small; use at least 1")
+    for name, length in lengths.items():
+        if length < 100:
+            raise FadeError(f"length {length} of {name} is too short for a task; use at least 100")
+    if compress not in COMPRESS:
+        raise FadeError(f"compress {compress!r} is not one of {', '.join(COMPRESS)}")
+
+
+def in_folder(source: str, data: str | None) -> str:
+    """Where a task's file lies; what is generated or comes with Python has none.
+
+    Example:
+        >>> in_folder("bamboo/altqa_4k.jsonl", "tasks"), in_folder("builtin:topics", "tasks")
+        ('tasks/bamboo/altqa_4k.jsonl', 'builtin:topics')
+    """
+    if source == "generated" or source.startswith("builtin"):
+        return source
+    return str(Path(data or ".") / source)
+
+
+def possible(methods: Sequence[str], make: Callable[[str], list[Method]], skipped: Skipped) -> list[Method]:
+    """The full cache and every method that can be made; one whose package is missing is skipped.
+
+    Raises:
+        FadeError: options that a method does not take.
+    """
+    from pipelines.peers import MissingPeer
+
+    made = make(methods[0])[:1] if methods else []
+    for name in dict.fromkeys(methods):
+        try:
+            made += make(name)[1:]
+        except MissingPeer as error:
+            skipped.add(str(error))
+    return made
+
+
+def ask(
+    asking: Asking,
+    task: Task,
+    wish: Wish,
+    methods: list[Method],
+    skipped: Skipped,
+    on_method: Callable[[], None],
+) -> list[dict[str, Any]]:
+    """Ask the examples of one task; rows of :func:`pipelines.task_report.answer_rows`."""
+    from pipelines.peers import PeerError
+    from pipelines.task_report import answer_rows
+
+    room = getattr(asking.model.config, "max_position_embeddings", None)
+    try:
+        examples = task.take(wish)
+    except FadeError as error:
+        skipped.add(str(error))
+        return []
+    longest = max(
+        len(one.context) + sum(len(turn.question) + task.new for turn in one.turns) for one in examples
+    )
+    if room is not None and longest > room:
+        skipped.add(f"task {task.name}: {longest} tokens, and the model reads {room}; lower its length")
+        return []
+    rows: list[dict[str, Any]] = []
+    able = list(methods)
+    for index, example in enumerate(examples):
+        while True:
+            try:
+                answers = asking.ask(task, example, able, on_method)
+                break
+            except PeerError as error:
+                failed = next(method for method in able if method.config is error.peer)
+                able.remove(failed)
+                rows = [row for row in rows if row["method"] != failed.name]
+                skipped.add(f"{failed.name} on task {task.name}: {error}")
+        rows += answer_rows(task, index, example, [method.name for method in able], answers)
+    return rows
+
+
+def write_results(
+    out: Path, run: dict[str, Any], answers: list[dict[str, Any]], metrics: Mapping[str, str]
+) -> None:
+    """Write the folder of results, whole or not at all, and print the tables.
+
+    Raises:
+        FadeError: there is a folder that is no evaluation's.
+    """
+    from pipelines.report import write_jsonl
+    from pipelines.task_report import over_all, report, tables, task_rows
+    from predictor.files import write_aside
+
+    if out.is_dir() and any(out.iterdir()) and not (out / "results.jsonl").is_file():
+        raise FadeError(f"out {out} is there and holds other files; name another folder")
+    tasks = task_rows(answers, metrics)
+    with write_aside(out) as aside:
+        aside.mkdir()
+        write_jsonl(aside / "results.jsonl", [run, *answers, *tasks, *over_all(tasks)])
+        (aside / "report.md").write_text(report(run, tasks), encoding="utf-8")
+    print(f"\n{tables(tasks)}\n\nReport: {out}/report.md")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    return cli.run(evaluate_tasks, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Every task gives prompts that fit, hold their answer and come again from the same seed; bad files are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.tasks import TASKS
+from pipelines.tasks.records import records
+from pipelines.tasks.task import Example, Output, Wish
+from predictor.errors import FadeError
+
+LENGTH = 3000  # bytes, each a token of the tiny tokenizer
+GENERATED = ("lines", "key-value")
+FROM_PROSE = ("needle", "many keys", "topics", "copy", "wikitext", "probes")
+PAPER = "Attention is what a model pays. " * 200
+RECORDS: dict[str, list[dict[str, Any]]] = {
+    "gsm8k": [{"question": f"{i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(60)],
+    "humaneval": [
+        {
+            "prompt": f"def add{i}(x):\n",
+            "canonical_solution": f"    return x + {i}\n",
+            "test": f"def check(f):\n    assert f(1) == {i + 1}\n",
+            "entry_point": f"add{i}",
+        }
+        for i in range(60)
+    ],
+    "multi_news": [
+        {"context": f"News {i}. NEWLINE_CHAR {PAPER}", "answers": [f"Summary {i}."]} for i in range(3)
+    ],
+    "passage_retrieval": [
+        {
+            "context": "\n\n".join(f"段落{j}：{'书' * 40}" for j in range(1, 31)),
+            "input": "书",
+            "answers": [f"段落{i + 25}"],
+            "language": "zh",
+        }
+        for i in range(3)
+    ],
+    "altqa": [
+        {"content": f"Read.\n\nDocument:\n{PAPER}\n\nQuestion:\nwhen was {i}", "answer": f"19{i}0"}
+        for i in range(3)
+    ],
+    "paperqa": [
+        {
+            "question": "Why?",
+            "options": ["A. No.", "B. Yes.", "C. So.", "D. Not."],
+            "answer": '"B"',
+            "content": PAPER,
+        }
+        for _ in range(3)
+    ],
+    "senhallu": [{"content": PAPER, "hypothesis": "It is so.", "answer": i == 1} for i in range(3)],
+    "private_eval": [
+        {"prompt": f"# docs\n# {PAPER}\n# [end]\nimport bn\nx = ", "canonical_solution": ["bn.one()\n"]}
+        for _ in range(3)
+    ],
+    "mt_bench": [{"turns": ["Write a poem.", "Make it rhyme."]} for _ in range(3)],
+}
+
+
+@pytest.fixture
+def wish(tiny_tokenizer: Any, prose: Path, tmp_path: Path) -> Callable[..., Wish]:
+    def make(name: str, n: int = 3, length: int = LENGTH, seed: int = 0) -> Wish:
+        source = str(prose)
+        if name in RECORDS:
+            source = str(tmp_path / f"{name}.jsonl")
+            Path(source).write_text("".join(json.dumps(record) + "\n" for record in RECORDS[name]))
+        return Wish(tiny_tokenizer, n, length, seed, source)
+
+    return make
+
+
+def test_these_are_all_tasks() -> None:
+    assert {*GENERATED, *FROM_PROSE, *RECORDS, "books"} == set(TASKS)
+
+
+@pytest.mark.parametrize("name", [*GENERATED, *FROM_PROSE, *RECORDS])
+def test_prompts_fit_and_come_again(name: str, wish: Callable[..., Wish]) -> None:
+    task = TASKS[name]
+    examples = task.take(wish(name))
+    assert len(examples) == 3
+    assert all(
+        0 < example.tokens <= LENGTH and example.context and example.turns[0].question for example in examples
+    )
+    assert task.take(wish(name)) == examples
+    if name not in ("mt_bench", "gsm8k", "humaneval"):
+        assert min(example.tokens for example in examples) > LENGTH * 0.75
+    if name in ("multi_news", "passage_retrieval", "altqa", "paperqa", "senhallu", "private_eval"):
+        assert all(example.cut for example in examples)
+    if name in GENERATED or name in ("needle", "many keys", "topics", "probes"):
+        assert task.take(wish(name, seed=1)) != examples
+
+
+@pytest.mark.parametrize("name", ["lines", "key-value", "needle", "many keys", "topics", "copy"])
+def test_the_answer_is_in_the_context_once_and_at_its_depth(
+    name: str, wish: Callable[..., Wish], tiny_tokenizer: Any
+) -> None:
+    task = TASKS[name]
+    for index, example in enumerate(task.take(wish(name))):
+        context, answer = (
+            tiny_tokenizer.decode(ids) for ids in (example.context, example.turns[0].answer or [])
+        )
+        (wanted,) = example.facts["values"]
+        assert answer.strip() == wanted.strip()
+        assert context.count(wanted) == 1
+        assert task.score is not None
+        assert task.score(Output([wanted], [], []), example) == 1
+        assert task.score(Output(["no"], [], []), example) < 0.1
+        if name in ("lines", "key-value", "needle", "many keys"):
+            assert context.index(wanted) / len(context) == pytest.approx([0.03, 0.5, 0.97][index], abs=0.2)
+
+
+def test_a_copy_is_led_up_to(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
+    for example in TASKS["copy"].take(wish("copy")):
+        prompt = tiny_tokenizer.decode([*example.context, *example.turns[0].question])
+        lead, (wanted,) = prompt[-16:], example.facts["values"]
+        assert lead + wanted in prompt
+
+
+def test_shots_are_solved_and_the_asked_one_is_not_among_them(
+    wish: Callable[..., Wish], tiny_tokenizer: Any
+) -> None:
+    for index, example in enumerate(TASKS["gsm8k"].take(wish("gsm8k"))):
+        context = tiny_tokenizer.decode(example.context)
+        assert context.count("####") > 20
+        assert f"Question: {index} + {index}?" not in context
+        assert tiny_tokenizer.decode(example.turns[0].question) == f"Question: {index} + {index}?\nAnswer:"
+        assert _score("gsm8k", f"1, 2\n#### {2 * index}", example) == 1
+
+
+def test_a_function_passes_its_own_tests(wish: Callable[..., Wish]) -> None:
+    for index, example in enumerate(TASKS["humaneval"].take(wish("humaneval"))):
+        assert _score("humaneval", f"    return x + {index}", example) == 1
+        assert _score("humaneval", f"    return x - {index} - 1", example) == 0
+
+
+def test_choices_numbers_and_paragraphs_are_scored(wish: Callable[..., Wish]) -> None:
+    hallucinated = TASKS["senhallu"].take(wish("senhallu"))
+    assert [_score("senhallu", " yes", example) for example in hallucinated] == [0, 1, 0]
+    assert [example.choices for example in TASKS["paperqa"].take(wish("paperqa"))] == [
+        (" A", " B", " C", " D")
+    ] * 3
+    assert [_score("paperqa", " B", example) for example in TASKS["paperqa"].take(wish("paperqa"))] == [
+        1,
+        1,
+        1,
+    ]
+    assert [_score("altqa", "It was 1910", example) for example in TASKS["altqa"].take(wish("altqa"))] == [
+        0,
+        1,
+        0,
+    ]
+    found = TASKS["passage_retrieval"].take(wish("passage_retrieval"))
+    assert [_score("passage_retrieval", "26", example) for example in found] == [0, 1, 0]
+    lines = TASKS["private_eval"].take(wish("private_eval"))
+    assert [_score("private_eval", said, lines[0]) for said in ("bn.one()\nx", "bn.two()")] == [1, 0]
+    news = TASKS["multi_news"].take(wish("multi_news"))
+    assert [_score("multi_news", "Summary 0.", example) for example in news] == [1, 0.5, 0.5]
+
+
+def test_the_wanted_paragraph_is_never_left_out(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
+    for example in TASKS["passage_retrieval"].take(wish("passage_retrieval")):
+        assert f"段落{example.facts['number']}：" in tiny_tokenizer.decode(example.context)
+
+
+def _score(name: str, said: str, example: Example) -> float:
+    score = TASKS[name].score
+    assert score is not None
+    return score(Output([said], [], []), example)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{not json", "line 2 is not JSON"),
+        ("[1]", "line 2 is no object but list"),
+        ('{"question": "1?"}', "line 2 has no text field 'answer' but ['question']"),
+        ('{"question": 7, "answer": "x"}', "line 2 has no text field 'question' but 7"),
+    ],
+)
+def test_a_malformed_line_is_named(line: str, words: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    path = tmp_path / "gsm8k.jsonl"
+    good = json.dumps(RECORDS["gsm8k"][0])
+    path.write_text(f"{good}\n{line}\n{good}\n{good}\n")
+    with pytest.raises(FadeError) as caught:
+        TASKS["gsm8k"].take(Wish(tiny_tokenizer, 3, 900, 0, str(path)))
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert str(caught.value).startswith("task gsm8k: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "words"),
+    [
+        ("altqa", {"content": "no question", "answer": "1"}, "no line 'Question:'"),
+        ("paperqa", {**RECORDS["paperqa"][0], "answer": "E"}, "'E' is none of the options"),
+        ("senhallu", {**RECORDS["senhallu"][0], "answer": "yes"}, "no true or false field 'answer'"),
+        ("private_eval", {**RECORDS["private_eval"][0], "prompt": "x"}, "no line '# [end]'"),
+        ("mt_bench", {"turns": ["one"]}, "has 1 'turns', not 2"),
+        ("multi_news", {"context": "x", "answers": []}, "no list of texts 'answers'"),
+        (
+            "passage_retrieval",
+            {**RECORDS["passage_retrieval"][0], "answers": ["段落99"]},
+            "names no paragraph",
+        ),
+    ],
+)
+def test_a_record_that_is_no_task_is_named(
+    name: str, record: dict[str, Any], words: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(f"\n{json.dumps(record)}\n")
+    with pytest.raises(FadeError, match="line 2") as caught:
+        TASKS[name].take(Wish(tiny_tokenizer, 1, LENGTH, 0, str(path)))
+    assert words in str(caught.value)
+
+
+def test_what_is_missing_or_too_small_is_said(wish: Callable[..., Wish], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"a": "\xe9"}')
+    for path, words in (
+        (tmp_path / "none.jsonl", "is not there"),
+        (empty, "is empty"),
+        (tmp_path / "latin.jsonl", "UTF-8"),
+    ):
+        with pytest.raises(FadeError, match=words):
+            list(records(str(path)))
+    for name, n, length, words in [
+        ("mt_bench", 4, LENGTH, "gives 3 examples, not n 4"),
+        ("lines", 1, 100, "length 100 is too short"),
+        ("needle", 1, 100, "length 100 is too short"),
+        ("copy", 1, 100, "length 100 is too short"),
+        ("gsm8k", 60, LENGTH, "n 60 leaves none"),
+        ("gsm8k", 1, 20, "length 20 is too short"),
+        ("altqa", 1, 20, "length 20 is too short"),
+        ("needle", 999, LENGTH, "too little text"),
+    ]:
+        with pytest.raises(FadeError) as caught:
+            TASKS[name].take(wish(name, n, length))
+        assert words in str(caught.value)
