@@ -51,7 +51,7 @@ demo: $(STAMP) $(MODEL)
 		$(RUN) pipelines.register --config configs/register_cnn_demo.yaml || printf '(not champion; the demo goes on)\n')
 	$(call step,5/6 generate with the champion,$(RUN) pipelines.generate --config configs/generate_demo.yaml)
 	$(call step,6/6 evaluate every policy at equal budget,$(RUN) pipelines.evaluate --config configs/eval_demo.yaml)
-	@printf '\nReport: artefacts/eval/demo/report.md\n'
+	@printf '\nReport: artefacts/eval/demo/report.html\n'
 
 learned: $(STAMP) $(MODEL)
 	$(call step,1/4 attention traces of a hundred documents,\

@@ -42,8 +42,8 @@ def evaluate(
 ) -> None:
     """Measure what each cache loses against the full one, what it takes and how fast it decodes.
 
-    Writes results.jsonl, two plots and report.md, all of them or none, and prints the table: each cache over all
-    texts, then source by source.
+    Writes results.jsonl, two plots, report.md and report.html, all of them or none, and prints the table: each cache
+    over all texts, then source by source.
 
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
@@ -121,7 +121,7 @@ def evaluate(
     rows = document_rows(run["texts"], measured)
     picture = None if opened is None else heatmap.head_map(opened, loaded, heatmap_layer, heatmap_head)
     write_results(Path(out), run, rows, picture)
-    print(f"\n{tables(rows)}\n\nReport: {out}/report.md")
+    print(f"\n{tables(rows)}\n\nReport: {out}/report.html")
 
 
 @dataclass
@@ -291,6 +291,7 @@ def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]
         FadeError: there is a folder that is no evaluation's.
     """
     from pipelines import heatmap
+    from pipelines.html import page
     from pipelines.plots import quality_against_bytes
     from pipelines.report import method_rows, report, source_rows, write_jsonl
     from predictor.files import write_aside
@@ -311,7 +312,9 @@ def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]
             plots["attention.png"] = "Recorded attention, its forecast, and the mean of both over the steps."
             heatmap.draw(aside / "attention.png", picture)
         write_jsonl(aside / "results.jsonl", [run, *documents, *methods, *source_rows(documents)])
-        (aside / "report.md").write_text(report(run, documents, plots), encoding="utf-8")
+        text = report(run, documents, plots)
+        (aside / "report.md").write_text(text, encoding="utf-8")
+        (aside / "report.html").write_text(page(text, aside), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

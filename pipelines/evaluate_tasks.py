@@ -39,9 +39,9 @@ def evaluate_tasks(
 ) -> int:
     """Ask each cache the same tasks, and hold its answers against the full cache's.
 
-    Writes results.jsonl and report.md, both or neither, and prints the tables. What cannot be run (a task file that is
-    not there or is malformed, a package that is not installed, a context too long for the model) is named and skipped:
-    the other rows are written all the same, and the exit status is 2.
+    Writes results.jsonl, a plot, report.md and report.html, all of them or none, and prints the tables. What cannot be
+    run (a task file that is not there or is malformed, a package that is not installed, a context too long for the
+    model) is named and skipped: the other rows are written all the same, and the exit status is 2.
 
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
@@ -77,11 +77,14 @@ def evaluate_tasks(
 
     from data.lm import load_lm
     from pipelines.answers import Asking
+    from pipelines.html import renderer
+    from pipelines.plots import pyplot
     from pipelines.report import machine
     from pipelines.tasks.task import Wish
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
 
+    pyplot(), renderer()  # before the time is spent
     loaded = {name: load_predictor(ref, tracking_uri) for name, ref in predictors.items()}
     lm, tokenizer = load_lm(model, "float32")
     for predictor in loaded.values():
@@ -232,6 +235,8 @@ def write_results(
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
+    from pipelines.html import page
+    from pipelines.plots import losses_by_task
     from pipelines.report import write_jsonl
     from pipelines.task_report import over_all, report, tables, task_rows
     from predictor.files import write_aside
@@ -242,8 +247,11 @@ def write_results(
     with write_aside(out) as aside:
         aside.mkdir()
         write_jsonl(aside / "results.jsonl", [run, *answers, *tasks, *over_all(tasks)])
-        (aside / "report.md").write_text(report(run, tasks), encoding="utf-8")
-    print(f"\n{tables(tasks)}\n\nReport: {out}/report.md")
+        losses_by_task(aside / "tasks.png", tasks)
+        text = report(run, tasks)
+        (aside / "report.md").write_text(text, encoding="utf-8")
+        (aside / "report.html").write_text(page(text, aside), encoding="utf-8")
+    print(f"\n{tables(tasks)}\n\nReport: {out}/report.html")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The two pictures of an evaluation. matplotlib comes with the `demo` extra."""
+"""The pictures of an evaluation. matplotlib comes with the `demo` extra."""
 
 from __future__ import annotations
 
@@ -78,6 +78,37 @@ def quality_against_bytes(path: Path, methods: Sequence[Mapping[str, Any]], titl
     axes.set_title(title, fontsize=11, loc="left")
     places = [(row["resident_bytes"] / 2**20, max(row["kl"], SMALLEST)) for row in drawn]
     label_points(figure, axes, places, [row["method"] for row in drawn], [colour for colour, _ in STYLE])
+    save(figure, path)
+    plt.close(figure)
+
+
+def losses_by_task(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a table of tasks and caches, coloured by KL, each with KL and compression written in it.
+
+    Args:
+        path: PNG to write.
+        rows: of tasks, with task, method, kl, compression; those of the full cache are left out.
+    """
+    from matplotlib.colors import LogNorm
+
+    plt = pyplot()
+    found = {(row["task"], row["method"]): row for row in rows if row["method"] != "full"}
+    tasks, methods = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    values = np.full((len(tasks), len(methods)), np.nan)
+    for (task, method), row in found.items():
+        values[tasks.index(task), methods.index(method)] = max(row["kl"], SMALLEST)
+    figure, axes = plt.subplots(figsize=(2.2 + 1.25 * len(methods), 1.2 + 0.42 * len(tasks)))
+    norm = LogNorm(1e-4, 3, clip=True)
+    drawn = axes.imshow(values, norm=norm, cmap="cividis_r", aspect="auto")
+    axes.set_xticks(range(len(methods)), methods, rotation=20, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(tasks)), tasks)
+    axes.grid(False)
+    for (task, method), row in found.items():
+        place = methods.index(method), tasks.index(task)
+        dark = norm(max(row["kl"], SMALLEST)) > 0.5
+        text = f"{row['kl']:.3f}\n{row['compression']:.1f}x"
+        axes.text(*place, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    figure.colorbar(drawn, ax=axes, label="KL to the full cache, nats")
     save(figure, path)
     plt.close(figure)
 

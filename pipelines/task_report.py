@@ -162,6 +162,8 @@ def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
 
 {tables(tasks)}
 
+![KL to the full cache, and below it compression, of every cache on every task](tasks.png)
+
 - **score** is the mean over prompts, in per cent, or a perplexity; **95 %** its interval: Wilson's where a prompt is
   right or wrong, the bootstrap's otherwise. **full cache** is the full cache's score on the same prompts; **score
   lost** is what is missing to it, in points, mean over the tasks that have a right answer.

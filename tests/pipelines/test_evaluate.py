@@ -78,6 +78,7 @@ def test_from_traces_to_report(run: Run, bundles: dict[str, Path], tiny_traces: 
 
     report = (tmp_path / "out" / "report.md").read_text()
     assert out.split("\n\nReport")[0].strip() in report
+    assert "data:image/png;base64," in (tmp_path / "out" / "report.html").read_text()
     for picture in ("quality.png", "attention.png"):
         assert f"]({picture})" in report
         pixels = np.asarray(Image.open(tmp_path / "out" / picture).convert("L"))

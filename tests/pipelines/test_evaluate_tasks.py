@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from pipelines import evaluate_tasks
 from pipelines.evaluate import make_methods
@@ -34,6 +38,46 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {
         kind: [row for row in rows if row["kind"] == kind] for kind in ("run", "answer", "task", "all tasks")
     }
+
+
+def table_lines(report: str) -> list[str]:
+    """Rows of Markdown tables, without the rules under their heads."""
+    return [line for line in report.splitlines() if line.startswith("|") and "---" not in line]
+
+
+def check_page(path: Path, cells: int) -> None:
+    """It parses, has every cell of the report's tables, its pictures within, and asks the network for nothing."""
+
+    class Page(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+            self.cells, self.pictures = 0, []
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert tag not in ("script", "link", "iframe")
+            self.cells += tag in ("td", "th")
+            self.pictures += [dict(attrs)["src"]] if tag == "img" else []
+            if tag not in ("img", "meta", "br"):
+                self.open.append(tag)
+
+        def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.handle_starttag(tag, attrs)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    page = Page()
+    page.feed(path.read_text())
+    assert page.open == []
+    assert page.cells == cells
+    for picture in page.pictures:
+        kind, _, content = picture.partition(",")
+        assert kind == "data:image/png;base64"
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(content))).convert("L"))
+        assert min(pixels.shape) > 100
+        assert pixels.std() > 5
+    assert page.pictures
 
 
 def test_from_tasks_to_report(run: Run, tmp_path: Path) -> None:
@@ -71,6 +115,10 @@ def test_from_tasks_to_report(run: Run, tmp_path: Path) -> None:
     report = (tmp_path / "out" / "report.md").read_text()
     assert out.split("\n\nReport")[0].strip() in report
     assert "- mine: `{" in report
+    assert "![" in report
+    check_page(
+        tmp_path / "out" / "report.html", cells=sum(line.count("|") - 1 for line in table_lines(report))
+    )
     shown = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")
     ]
