@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
+from pipelines.methods import METHODS, Skipped, check_methods, possible
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from data.text import Document
-    from pipelines.measure import Method
-    from predictor.bundle import Predictor
-
-POLICIES = ("position", "h2o", "ema", "adaptive")
-METHODS = ("full", "safe", *POLICIES, "learned", "fastgen")
-PRESETS = ("safe", "balanced", "aggressive")
 
 
 def evaluate(
@@ -39,11 +34,12 @@ def evaluate(
     heatmap_head: int = 0,
     out: str = "artefacts/eval/demo",
     tracking_uri: str | None = None,
-) -> None:
+) -> int:
     """Measure what each cache loses against the full one, what it takes and how fast it decodes.
 
     Writes results.jsonl, two plots, report.md and report.html, all of them or none, and prints the table: each cache
-    over all texts, then source by source.
+    over all texts, then source by source. A method whose package is not installed is named and left out; the exit
+    status is then 2.
 
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
@@ -90,7 +86,8 @@ def evaluate(
     lm, tokenizer = load_lm(model, "float32")
     for predictor in loaded.values():
         predictor.check(lm)
-    chosen = make_methods(methods, configs or {}, loaded, budget)
+    skipped = Skipped()
+    chosen = possible(methods, configs or {}, loaded, budget, skipped)
     texts = choose_texts(opened if not text else None, text or [], documents, context + steps, tokenizer)
     total = len(texts) * len(chosen) * (1 + steps)
     with tqdm(total=total, unit="step", desc="Evaluating", mininterval=1) as bar:
@@ -114,6 +111,7 @@ def evaluate(
             "steps": steps,
             "speed": speed,
         },
+        "skipped": skipped.lines,
         "texts": [{"document": one.id, "source": one.source} for one in texts],
         "machine": machine(),
         "model": model_provenance(lm, tokenizer),
@@ -122,6 +120,7 @@ def evaluate(
     picture = None if opened is None else heatmap.head_map(opened, loaded, heatmap_layer, heatmap_head)
     write_results(Path(out), run, rows, picture)
     print(f"\n{tables(rows)}\n\nReport: {out}/report.html")
+    return skipped.status
 
 
 @dataclass
@@ -131,78 +130,6 @@ class HeldOut:
     id: str
     source: str
     tokens: Tensor
-
-
-def check_methods(
-    methods: Sequence[str],
-    configs: Mapping[str, Mapping[str, Any]],
-    predictors: Mapping[str, str],
-    budget: float,
-) -> None:
-    """Refuse methods that cannot work, before anything is loaded.
-
-    Raises:
-        FadeError: names the option.
-    """
-    if unknown := [name for name in methods if name not in (*METHODS, *configs)]:
-        raise FadeError(f"method {unknown[0]!r} is not known; choose from {', '.join((*METHODS, *configs))}")
-    for kind, names in (("predictor", set(predictors)), ("config", set(configs))):
-        if clash := sorted(names & {*METHODS, *(configs if kind == "predictor" else ())}):
-            raise FadeError(f"{kind} name {clash[0]!r} is a method's; give it another name")
-    if unused := [name for name in configs if name not in methods]:
-        raise FadeError(f"config {unused[0]!r} is not in methods; add it there, or leave it out")
-    if "learned" in methods and not predictors:
-        raise FadeError("method 'learned' needs predictors; name one, or leave 'learned' out of methods")
-    if not 0 < budget <= 1:
-        raise FadeError(f"budget {budget} is not a share of the context; use a float in (0, 1]")
-
-
-def make_methods(
-    methods: Sequence[str],
-    configs: Mapping[str, Mapping[str, Any]],
-    predictors: Mapping[str, Predictor],
-    budget: float,
-) -> list[Method]:
-    """The full cache first, whether asked for or not, then one entry for each method and predictor.
-
-    Raises:
-        FadeError: options of a config that FadeConfig refuses; it names them.
-    """
-    from fade_runtime import FadeConfig
-    from pipelines.measure import FULL, Method
-
-    made = [Method(FULL, None)]
-    for name in dict.fromkeys(methods):
-        if name in configs:
-            made.append(Method(name, _config(name, configs[name], predictors)))
-        elif name == "safe":
-            made.append(Method(name, FadeConfig.safe()))
-        elif name in (*POLICIES, "fastgen"):
-            made.append(Method(name, FadeConfig(int4_budget=budget, eviction_policy=name)))
-        elif name == "learned":
-            made += [
-                Method(label, FadeConfig(int4_budget=budget, eviction_policy="learned", predictor=predictor))
-                for label, predictor in predictors.items()
-            ]
-    return made
-
-
-def _config(name: str, options: Mapping[str, Any], predictors: Mapping[str, Predictor]) -> Any:
-    from fade_runtime import FadeConfig
-    from pipelines.peers import make_peer
-
-    given = dict(options)
-    if given.get("predictor") in predictors:
-        given["predictor"] = predictors[given["predictor"]]
-    preset = given.pop("preset", "safe")
-    try:
-        if "peer" in given:
-            return make_peer(given.pop("peer"), given)
-        if preset not in PRESETS:
-            raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-        return getattr(FadeConfig, preset)(**given)
-    except FadeError as error:
-        raise type(error)(f"config {name!r}: {error}") from error
 
 
 def choose_texts(

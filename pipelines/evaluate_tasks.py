@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.evaluate import check_methods, make_methods
+from pipelines.methods import Skipped, check_methods, possible
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def evaluate_tasks(
     for predictor in loaded.values():
         predictor.check(lm)
     skipped = Skipped()
-    asked = possible(methods, lambda name: make_methods([name], configs, loaded, budget), skipped)
+    asked = possible(methods, configs, loaded, budget, skipped)
     asking, rows = Asking(lm, tokenizer, compress, run_code), []
     with tqdm(total=len(tasks) * n * len(asked), unit="answer", desc="Asking", mininterval=1) as bar:
         for task in (TASKS[name] for name in tasks):
@@ -114,19 +114,7 @@ def evaluate_tasks(
     if not rows:
         raise FadeError("nothing could be asked; see above")
     write_results(Path(out), run, rows, {name: TASKS[name].metric for name in tasks})
-    return 2 if skipped.lines else 0
-
-
-class Skipped:
-    """What could not be run, said when it happens and kept for the report."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        """Say it on the error stream."""
-        self.lines.append(line)
-        print(f"\nskipped: {line}", file=sys.stderr)
+    return skipped.status
 
 
 def check_tasks(
@@ -168,23 +156,6 @@ def in_folder(source: str, data: str | None) -> str:
     if source == "generated" or source.startswith("builtin"):
         return source
     return str(Path(data or ".") / source)
-
-
-def possible(methods: Sequence[str], make: Callable[[str], list[Method]], skipped: Skipped) -> list[Method]:
-    """The full cache and every method that can be made; one whose package is missing is skipped.
-
-    Raises:
-        FadeError: options that a method does not take.
-    """
-    from pipelines.peers import MissingPeer
-
-    made = make(methods[0])[:1] if methods else []
-    for name in dict.fromkeys(methods):
-        try:
-            made += make(name)[1:]
-        except MissingPeer as error:
-            skipped.add(str(error))
-    return made
 
 
 def ask(

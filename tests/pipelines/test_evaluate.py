@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from data.lm import load_tokenizer
 from data.trace import Traces
 from fade_runtime.config import POLICIES
 from pipelines import evaluate
+from pipelines.methods import METHODS
 from predictor.bundle import load_bundle
 from predictor.errors import FadeError
 
@@ -141,6 +143,20 @@ def test_named_sources_and_own_configurations(run: Run, prose: Path, tmp_path: P
             assert cells[4:] == [f"{top1:.1%}", f"{smaller:.2f}x"]
 
 
+def test_a_missing_peer_is_named_and_the_rest_is_written(run: Run, prose: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("optimum"):
+        pytest.skip("it is installed")
+    status, _, err = run(
+        *("--traces", "null", "--text", f"[{prose}]", "--documents", 1, "--methods", "[safe, theirs]"),
+        *("--configs", "{theirs: {peer: quanto}}"),
+    )
+    assert status == 2
+    assert "skipped: config 'theirs': optimum.quanto cannot be imported" in err
+    rows = read(tmp_path / "out")
+    assert [row["method"] for row in rows["method"]] == ["full", "safe"]
+    assert len(rows["run"][0]["skipped"]) == 1
+
+
 def test_bad_input_is_one_line_and_leaves_nothing(
     run: Run, tiny_traces: Path, prose: Path, tmp_path: Path
 ) -> None:
@@ -196,4 +212,4 @@ def test_text_that_has_changed_is_noticed(tiny_traces: Path, tiny_model_dir: Pat
 
 
 def test_every_policy_of_the_runtime_is_on_the_menu() -> None:
-    assert evaluate.METHODS == ("full", "safe", *POLICIES)
+    assert METHODS == ("full", "safe", *POLICIES)

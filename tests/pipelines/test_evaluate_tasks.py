@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from pipelines import evaluate_tasks
-from pipelines.evaluate import make_methods
+from pipelines.methods import possible
 
 Run = Callable[..., tuple[int, str, str]]
 NAMES = ["full", "safe", "h2o", "mine"]
@@ -168,8 +168,9 @@ def test_a_peer_that_fails_leaves_its_task_and_no_other(
             assert tokens.shape[1] < 700, "too long"
             return super().read(model, tokens, cache)
 
-    made = lambda *args: [*make_methods(*args), Method("short", Short())]
-    monkeypatch.setattr(evaluate_tasks, "make_methods", made)
+    monkeypatch.setattr(
+        evaluate_tasks, "possible", lambda *args: [*possible(*args), Method("short", Short())]
+    )
     status, _, err = run("--tasks", "[lines, key-value]", "--methods", "[safe]", "--lengths", "{lines: 500}")
     assert status == 2
     assert "skipped: short on task key-value: transformers failed on" in err

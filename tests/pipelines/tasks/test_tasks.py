@@ -115,6 +115,26 @@ def test_the_answer_is_in_the_context_once_and_at_its_depth(
             assert context.index(wanted) / len(context) == pytest.approx([0.03, 0.5, 0.97][index], abs=0.2)
 
 
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_chat_model_is_asked_in_its_template(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
+    tiny_tokenizer.chat_template = CHAT
+    (example, *_) = TASKS["lines"].take(wish("lines"))
+    text = tiny_tokenizer.decode([*example.context, *example.turns[0].question])
+    assert text.startswith("<user>Below is a record")
+    assert "?<end><assistant>line " in text
+    assert example.tokens <= LENGTH
+
+    (example, *_) = TASKS["mt_bench"].take(wish("mt_bench"))
+    first, second = (tiny_tokenizer.decode(turn.question) for turn in example.turns)
+    assert tiny_tokenizer.decode(example.context) + first == "<user>Write a poem.<end><assistant>"
+    assert second == "<end><user>Make it rhyme.<end><assistant>"
+
+
 def test_a_copy_is_led_up_to(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
     for example in TASKS["copy"].take(wish("copy")):
         prompt = tiny_tokenizer.decode([*example.context, *example.turns[0].question])
