@@ -195,6 +195,7 @@ def report(run: Mapping[str, Any], documents: Sequence[Mapping[str, Any]], plots
     configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
     unseen = "" if settings["text"] else " that no predictor was trained on"
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    skipped = "".join(f"Left out: {line}\n\n" for line in run.get("skipped", ()))
     return f"""# Compressed caches against the full cache
 
 {settings["model"]}: {settings["context"]:,} tokens of prompt, then {settings["steps"]} tokens of the text,
@@ -228,7 +229,7 @@ Predictors:
 
 {predictors}
 
-Again: `{run["command"]}`. Every number, per text and per step, is in `results.jsonl`.
+{skipped}Again: `{run["command"]}`. Every number, per text and per step, is in `results.jsonl`.
 """
 
 

@@ -154,7 +154,8 @@ def test_a_missing_peer_is_named_and_the_rest_is_written(run: Run, prose: Path, 
     assert "skipped: config 'theirs': optimum.quanto cannot be imported" in err
     rows = read(tmp_path / "out")
     assert [row["method"] for row in rows["method"]] == ["full", "safe"]
-    assert len(rows["run"][0]["skipped"]) == 1
+    (line,) = rows["run"][0]["skipped"]
+    assert f"Left out: {line}" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(

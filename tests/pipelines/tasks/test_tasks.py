@@ -240,6 +240,19 @@ def test_a_record_that_is_no_task_is_named(
     assert words in str(caught.value)
 
 
+def test_records_of_a_dataset_are_those_of_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS["gsm8k"]))
+    found = list(records(f"hf:{folder}"))
+    assert [dict(record.held) for record in found] == RECORDS["gsm8k"]
+    assert found[1].where == f"hf:{folder} record 1"
+    with pytest.raises(FadeError, match="record 0 has no text field 'context' but"):
+        TASKS["multi_news"].take(Wish(None, 1, LENGTH, 0, f"hf:{folder}"))
+    with pytest.raises(FadeError, match=r"hf:\S*:no_such_split cannot be loaded"):
+        list(records(f"hf:{folder}::no_such_split"))
+
+
 def test_what_is_missing_or_too_small_is_said(wish: Callable[..., Wish], tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
