@@ -1,5 +1,6 @@
 # make demo    the whole job on a real language model: traces, predictors, registry, generation, evaluation
 # make test    all tests                            make check   ruff, mypy, the import contract
+# make test-kernels   those of the Triton kernels alone: interpreted on a CPU, and compiled ahead of time
 # make learned a predictor from a hundred documents, like the one that comes with the package (TEXT=, HELD_OUT= for
 #              text of your own), and how much head budgets depend on their number; about half an hour
 # make clean   forget what the demo wrote           make constraints   after an upgrade whose tests pass
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo learned test check clean constraints
+.PHONY: help install demo learned test test-kernels check clean constraints
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 step = @printf '\n== %s\n' '$(1)'; SECONDS=0; $(2); printf '== done in %d s\n' $$SECONDS
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -62,8 +63,13 @@ learned: $(STAMP) $(MODEL)
 	$(call step,4/4 how many documents head budgets need,\
 		$(RUN) pipelines.study --traces artefacts/traces/learned --out artefacts/eval/learned/study.md)
 
-test: $(STAMP) $(MODEL)
+test: $(STAMP) $(MODEL) test-kernels
 	$(RUN) pytest
+
+# Triton's kernels are interpreted or compiled from its import on, so each takes a process of its own.
+test-kernels: $(STAMP)
+	FADE_TEST_KERNELS=interpreted $(RUN) pytest -q tests/runtime/triton
+	FADE_TEST_KERNELS=compiled $(RUN) pytest -q tests/runtime/triton
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import cpu, reference
+from fade_runtime.kernels.pick import pick_kernel
 from fade_runtime.kernels.reference import Part
-from predictor.errors import FadeError
 
 SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
 
@@ -97,22 +94,6 @@ def tiered_attention(
         return out, None, []
     to_full, *to_parts = (functools.reduce(torch.add, each) for each in zip(*masses))
     return out, to_full, to_parts
-
-
-@functools.cache
-def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, list[Tensor]]]:
-    """Choose the attention kernel of a device, once: the compiled one on a CPU when it builds and agrees.
-
-    ``FADE_KERNEL=reference`` in the environment asks for plain torch.
-    """
-    if device.type != "cpu" or os.environ.get("FADE_KERNEL") == "reference":
-        return reference.attend
-    try:
-        cpu.self_test()
-    except (FadeError, OSError) as problem:
-        warnings.warn(f"slow attention over packed tokens: {problem}", RuntimeWarning, stacklevel=2)
-        return reference.attend
-    return cpu.attend
 
 
 def is_causal(mask: Tensor | None, pad: Tensor) -> bool:

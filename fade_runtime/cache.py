@@ -144,7 +144,7 @@ class TieredCache(Cache):
         for layer in self.tiered:
             if layer.store is None:
                 continue
-            stored = layer.tensors()
+            stored = layer.resident()
             for kind in set(map(_kind, stored)):
                 tiers[kind] += stored_bytes(
                     *(tensor for name, tensor in stored.items() if _kind(name) == kind)

@@ -368,6 +368,11 @@ class TieredLayer(CacheLayerMixin):
         held = {f"{index}.queries": query for index, query in enumerate(self._held)}
         return held if self.store is None else {**self.store.tensors(), **held}
 
+    def resident(self) -> dict[str, Tensor]:
+        """The same, with what a kernel derived from them and keeps."""
+        derived = {} if self.store is None else self.store.packed.derived
+        return {**self.tensors(), **{f"packed.{name}": tensor for name, tensor in derived.items()}}
+
     @property
     def seen(self) -> int:
         """Logical tokens, padding included."""

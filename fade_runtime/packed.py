@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,6 +87,11 @@ class PackedTokens:
         key, value = (torch.zeros(0, width, device=device) for width in (dim, value_dim or dim))
         codes = torch.zeros(0, pq, dtype=torch.uint8, device=device) if pq else None
         return pack_tokens(key, value, none, none, key[:, 0] if state else None, bits=bits, pq_codes=codes)
+
+    @functools.cached_property
+    def derived(self) -> dict[str, Tensor]:
+        """What a kernel computes from these tokens once and keeps with them; a copy with changes begins anew."""
+        return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Every stored tensor by its name."""
@@ -224,10 +231,9 @@ def pack_tokens(
     page = opens.cumsum(0) - 1  # [T]
     page_row = rows[opens].to(torch.int32)
     page_len = torch.bincount(page, minlength=len(page_row)).to(torch.int32)
-    key_codes, key_scale, key_zero = quant.quantise_keys(
-        quant.hadamard(key.float()), page, len(page_row), bits.key
+    key_codes, key_scale, key_zero, value_codes, value_scale, value_zero = _quantiser(key.device)(
+        key, value, page_len, bits
     )
-    value_codes, value_scale, value_zero = quant.quantise_values(quant.hadamard(value.float()), bits.value)
     page_slot = slots[opens]
     packed = PackedTokens(
         key_codes=key_codes,
@@ -250,6 +256,29 @@ def pack_tokens(
     if low is None or not bool(low.any()):
         return packed
     return packed.retier(torch.where(low, int(Tier.INT2), int(Tier.INT4)))
+
+
+def _quantiser(device: torch.device) -> Callable[..., tuple[Tensor, ...]]:
+    if device.type == "cpu":
+        return quantise
+    from fade_runtime.kernels.pick import pick_quantiser  # which stands on this file
+
+    return pick_quantiser(device)
+
+
+def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> tuple[Tensor, ...]:
+    """Rotate, quantise and pack tokens, in plain torch.
+
+    Args:
+        key, value: [T, D] in any float dtype. page_len: [P] tokens of each page. bits: those of the INT4 tier are used.
+
+    Returns:
+        key codes [T, D * bits / 8], their scale and zero [P, D]; value codes, their scale and zero [T, groups].
+    """
+    pages = torch.arange(len(page_len), device=key.device)
+    page = pages.repeat_interleave(page_len.long(), output_size=len(key))
+    keys = quant.quantise_keys(quant.hadamard(key.float()), page, len(page_len), bits.key)
+    return *keys, *quant.quantise_values(quant.hadamard(value.float()), bits.value)
 
 
 def _smallest(offset: Tensor) -> Tensor:

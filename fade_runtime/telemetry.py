@@ -207,7 +207,7 @@ def describe_reassignment(layer: TieredLayer, ms: float) -> Reassignment:
         demoted=demoted,
         evicted=evicted,
         scores=scores,
-        resident_bytes=stored_bytes(*layer.tensors().values()),
+        resident_bytes=stored_bytes(*layer.resident().values()),
         full_bytes=full_bytes(layer),
         ms=ms,
     )

@@ -1,0 +1,45 @@
+"""Which kernel computes on a device: decided once, by a test of the kernel itself, and said when it is the slow one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fade_runtime import packed
+from fade_runtime.kernels import cpu, reference
+from predictor.errors import FadeError
+
+
+@functools.cache
+def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, list[Tensor]]]:
+    """Choose the attention kernel of a device, once: C on a CPU, Triton on a GPU, when it works and agrees.
+
+    ``FADE_KERNEL=reference`` in the environment asks for plain torch.
+    """
+    if device.type not in ("cpu", "cuda") or os.environ.get("FADE_KERNEL") == "reference":
+        return reference.attend
+    try:
+        if device.type == "cpu":
+            cpu.self_test()
+            return cpu.attend
+        from fade_runtime.kernels import triton, triton_check  # not there on every system, and takes a while
+
+        triton_check.self_test(device)
+        return triton.attend
+    except (FadeError, OSError, ImportError) as problem:
+        warnings.warn(f"slow attention over packed tokens: {problem}", RuntimeWarning, stacklevel=2)
+        return reference.attend
+
+
+def pick_quantiser(device: torch.device) -> Callable[..., tuple[Tensor, ...]]:
+    """What quantises and packs on a GPU: the quantiser that belongs to the attention kernel, or plain torch."""
+    if pick_kernel(device) is reference.attend:
+        return packed.quantise
+    from fade_runtime.kernels import triton_pack
+
+    return triton_pack.quantise

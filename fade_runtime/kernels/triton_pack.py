@@ -1,0 +1,234 @@
+"""Triton kernels that rotate, quantise and pack tokens, and that unpack, dequantise and rotate them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fade_runtime import quant
+from fade_runtime.kernels.triton_codes import CHUNK, EXACT, PAGE, launch, padded, plain_codes, signs
+from fade_runtime.packed import Bits, PackedTokens
+
+Quantised = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@triton.jit
+def load_tokens(x, first, there, dim: tl.constexpr, tile: tl.constexpr, power: tl.constexpr):
+    """Hadamard-rotated rows [64, tile] of x [T, dim], in float32."""
+    row = x + first.to(tl.int64) * dim + tl.arange(0, PAGE)[:, None] * dim
+    rotated = tl.zeros((PAGE, tile), tl.float32)
+    for at in tl.range(0, dim, CHUNK, num_stages=1):
+        channel = at + tl.arange(0, CHUNK)
+        some = tl.load(row + channel[None, :], mask=there[:, None] & (channel < dim)[None, :], other=0.0)
+        entries = signs(channel, tl.arange(0, tile), power).to(some.dtype)
+        rotated = tl.dot(some, entries, rotated, input_precision=EXACT)
+    return rotated / tl.sqrt(power * 1.0)
+
+
+@triton.jit
+def affine(low, high, levels: tl.constexpr):
+    """Scale and zero of groups that span ``low`` to ``high``, in float16: see :func:`fade_runtime.quant.affine`."""
+    zero = low.to(tl.float16)
+    scale = tl.div_rn(tl.maximum(high - zero.to(tl.float32), 0.0), levels * 1.0).to(tl.float16)
+    return scale, zero
+
+
+@triton.jit
+def store_codes(to, x, scale, zero, first, there, dim: tl.constexpr, bits: tl.constexpr, levels: tl.constexpr):
+    """Quantise x [64, tile] under ``scale`` and ``zero``, float16 of its shape, and store packed rows."""
+    scale = scale.to(tl.float32)
+    steps = tl.div_rn(x - zero.to(tl.float32), tl.where(scale > 0, scale, 1.0))
+    steps = tl.minimum(tl.maximum(steps, 0.0), levels * 1.0)
+    codes = ((steps + 8388608.0) - 8388608.0).to(tl.int32)  # the nearest, of two the even one
+    stride: tl.constexpr = dim * bits // 8
+    column = tl.arange(0, x.shape[1] * bits // 8)
+    if stride < dim and dim == x.shape[1]:  # byte i holds channels i, i + stride, ...: one line of each field
+        fields = tl.reshape(codes, (PAGE, 8 // bits, stride))
+        shift = (tl.arange(0, 8 // bits) * bits)[None, :, None]
+        codes = tl.sum(fields << shift, axis=1)
+    elif stride < dim:
+        packed = tl.zeros((PAGE, x.shape[1] * bits // 8), tl.int32)
+        for field in tl.static_range(0, 8, bits):
+            channel = tl.minimum(column + stride * field // bits, x.shape[1] - 1)
+            index = tl.broadcast_to(channel[None, :], (PAGE, x.shape[1] * bits // 8))
+            packed = packed | (tl.gather(codes, index, axis=1) << field)
+        codes = packed
+    row = to + first.to(tl.int64) * stride + tl.arange(0, PAGE)[:, None] * stride
+    tl.store(row + column[None, :], codes.to(tl.uint8), mask=there[:, None] & (column < stride)[None, :])
+
+
+@triton.jit
+def pack_keys_kernel(
+    key,
+    codes,
+    scales,
+    zeros,
+    page_first,
+    dim: tl.constexpr,
+    tile: tl.constexpr,
+    power: tl.constexpr,
+    bits: tl.constexpr,
+    levels: tl.constexpr,
+):
+    """Pack the keys of a page, which share a scale per channel. Grid: pages."""
+    page = tl.program_id(0)
+    first = tl.load(page_first + page)
+    there = tl.arange(0, PAGE) < tl.load(page_first + page + 1) - first
+    x = load_tokens(key, first, there, dim, tile, power)
+    low = tl.min(tl.where(there[:, None], x, float("inf")), axis=0)
+    high = tl.max(tl.where(there[:, None], x, float("-inf")), axis=0)
+    scale, zero = affine(low, high, levels)
+    channel = tl.arange(0, tile)
+    where = page.to(tl.int64) * dim + channel
+    tl.store(scales + where, scale, mask=channel < dim)
+    tl.store(zeros + where, zero, mask=channel < dim)
+    scale, zero = tl.broadcast_to(scale[None, :], (PAGE, tile)), tl.broadcast_to(zero[None, :], (PAGE, tile))
+    store_codes(codes, x, scale, zero, first, there, dim, bits, levels)
+
+
+@triton.jit
+def pack_values_kernel(
+    value,
+    codes,
+    scales,
+    zeros,
+    tokens,
+    groups: tl.constexpr,
+    dim: tl.constexpr,
+    tile: tl.constexpr,
+    power: tl.constexpr,
+    bits: tl.constexpr,
+    levels: tl.constexpr,
+):
+    """Pack 64 values, each with a scale per group of channels. Grid: tokens, 64 at a time."""
+    first = tl.program_id(0) * PAGE
+    steps = tl.arange(0, PAGE)
+    there = steps < tokens - first
+    x = load_tokens(value, first, there, dim, tile, power)
+    group = (tl.arange(0, tile) // (dim // groups))[None, :]
+    all_scales, all_zeros = tl.zeros((PAGE, tile), tl.float16), tl.zeros((PAGE, tile), tl.float16)
+    for g in tl.static_range(groups):
+        low = tl.min(tl.where(group == g, x, float("inf")), axis=1)
+        high = tl.max(tl.where(group == g, x, float("-inf")), axis=1)
+        scale, zero = affine(low, high, levels)
+        where = (first + steps).to(tl.int64) * groups + g
+        tl.store(scales + where, scale, mask=there)
+        tl.store(zeros + where, zero, mask=there)
+        all_scales = tl.where(group == g, scale[:, None], all_scales)
+        all_zeros = tl.where(group == g, zero[:, None], all_zeros)
+    store_codes(codes, x, all_scales, all_zeros, first, there, dim, bits, levels)
+
+
+@triton.jit
+def unpack_kernel(
+    out,
+    codes,
+    low_codes,
+    scales,
+    zeros,
+    page_first,
+    low_first,
+    by_page: tl.constexpr,
+    groups: tl.constexpr,
+    dim: tl.constexpr,
+    tile: tl.constexpr,
+    power: tl.constexpr,
+    bits: tl.constexpr,
+    levels: tl.constexpr,
+    low_bits: tl.constexpr,
+    low_levels: tl.constexpr,
+    has_low: tl.constexpr,
+):
+    """Write the keys (scales ``by_page``) or the values of a page's tokens into [T, dim], rotated back. Grid: pages."""
+    page = tl.program_id(0)
+    first, low = tl.load(page_first + page), tl.load(low_first + page)
+    count = tl.load(page_first + page + 1) - first
+    many = count - (tl.load(low_first + page + 1) - low)
+    steps, column = tl.arange(0, PAGE), tl.arange(0, tile)
+    x = tl.zeros((PAGE, tile), tl.float32)
+    for at in tl.range(0, dim, CHUNK, num_stages=1):
+        channel = at + tl.arange(0, CHUNK)
+        some = plain_codes(codes, first - low, steps, steps < many, channel, dim, bits, levels)
+        if has_low:
+            is_low = (steps >= many) & (steps < count)
+            few = plain_codes(low_codes, low, steps - many, is_low, channel, dim, low_bits, low_levels)
+            some += few * (levels // low_levels)
+        if by_page:
+            where = (page.to(tl.int64) * dim + channel)[None, :]
+        else:
+            where = (first + steps).to(tl.int64)[:, None] * groups + (channel // (dim // groups))[None, :]
+        mask = (steps < count)[:, None] & (channel < dim)[None, :]
+        scale, zero = tl.load(scales + where, mask=mask, other=0.0), tl.load(zeros + where, mask=mask, other=0.0)
+        some = some * scale.to(tl.float32) + zero.to(tl.float32)
+        entries = signs(channel, column, power)
+        if out.dtype.element_ty != tl.float32:
+            some, entries = some.to(tl.float16), entries.to(tl.float16)
+        x = tl.dot(some, entries, x, input_precision=EXACT)
+    x = x / tl.sqrt(power * 1.0)
+    row = out + first.to(tl.int64) * dim + steps[:, None] * dim
+    mask = (steps < count)[:, None] & (column < dim)[None, :]
+    tl.store(row + column[None, :], x.to(out.dtype.element_ty), mask=mask)
+
+
+def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quantised:
+    """Same as :func:`fade_runtime.packed.quantise`, in Triton: rotation, quantisation and packing in one pass.
+
+    Args:
+        key, value: [T, D], of any float dtype. page_len: [P] int32 tokens of each page. bits: those of the INT4 tier.
+
+    Returns:
+        key codes [T, D * bits / 8], their scale and zero [P, D]; value codes, their scale and zero [T, groups].
+    """
+    tokens, dim, value_dim, pages = len(key), key.shape[1], value.shape[1], len(page_len)
+    codes, value_codes = (
+        torch.empty(tokens, width * count // 8, dtype=torch.uint8, device=key.device)
+        for width, count in ((dim, bits.key), (value_dim, bits.value))
+    )
+    scale, zero = torch.empty(2, pages, dim, dtype=quant.PARAMS, device=key.device)
+    groups = quant.value_groups(value_dim)
+    value_scale, value_zero = torch.empty(2, tokens, groups, dtype=quant.PARAMS, device=key.device)
+    fixed, value_fixed = _sizes(dim, bits.key), _sizes(value_dim, bits.value)
+    given: tuple[Any, ...] = (key.contiguous(), codes, scale, zero, _starts(page_len))
+    launch(pack_keys_kernel, (pages,), key, *given, *fixed, num_warps=_warps(dim))
+    given = (value.contiguous(), value_codes, value_scale, value_zero, tokens, groups)
+    grid = (triton.cdiv(tokens, quant.PAGE),)
+    launch(pack_values_kernel, grid, value, *given, *value_fixed, num_warps=_warps(value_dim))
+    return codes, scale, zero, value_codes, value_scale, value_zero
+
+
+def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Same as :func:`fade_runtime.kernels.reference.dequantise`, in Triton: keys and values [T, D]."""
+    starts, bits = (_starts(packed.page_len), _starts(packed.page_low)), packed.bits
+    outs = []
+    for name, high, low, groups in (
+        ("key", bits.key, bits.low_key, 1),
+        ("value", bits.value, bits.low_value, packed.value_scale.shape[1]),
+    ):
+        codes, low_codes = getattr(packed, f"{name}_codes"), getattr(packed, f"low_{name}_codes")
+        dim = codes.shape[1] * 8 // high
+        out = torch.empty(len(packed), dim, dtype=dtype, device=codes.device)
+        given: tuple[Any, ...] = (out, codes, low_codes)
+        given += getattr(packed, f"{name}_scale"), getattr(packed, f"{name}_zero"), *starts
+        fixed = [*_sizes(dim, high), low, quant.LEVELS[low], len(low_codes) > 0]
+        given = *given, name == "key", groups, *fixed
+        launch(unpack_kernel, (len(packed.page_len),), out, *given, num_warps=_warps(dim))
+        outs.append(out)
+    return outs[0], outs[1]
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """[P + 1] int32 sums of what comes before."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _sizes(dim: int, bits: int) -> list[Any]:
+    """Head dim, columns of its tile, block of its rotation, bits, levels."""
+    return [dim, padded(dim), dim & -dim, bits, quant.LEVELS[bits]]
+
+
+def _warps(dim: int) -> int:
+    return 4 if dim <= 64 else 8

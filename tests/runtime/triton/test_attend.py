@@ -1,0 +1,254 @@
+"""The Triton kernel of attention, interpreted on a CPU, against the plain torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fade_runtime.kernels import launches, reference, triton, triton_check
+from fade_runtime.kernels.launches import Launch
+from fade_runtime.kernels.reference import Part
+from fade_runtime.packed import Bits, PackedTokens, pack_tokens
+from fade_runtime.tiers import Tier
+from predictor.errors import FadeError
+from predictor.rope import Table
+
+DIMS = (64, 96, 128, 256)
+LENGTHS = ([1], [17, 63], [64, 0, 200], [63, 1], [200], [0, 64, 17], [130, 65], [17])  # tokens of each row
+BITS = ((4, 4, 4, 2), (4, 2, 4, 2), (8, 8, 4, 4), (4, 4, 2, 2))
+FEW = Launch(2, 1, 2, 2)  # two pages a piece, so that rows are split
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel is to write is full of NaN before, and it must compute everything itself."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(x: Tensor) -> Tensor:
+        return x.fill_(torch.nan) if x.is_floating_point() else x.fill_(99)
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+def _packed(lengths: list[int], dim: int, bits: tuple[int, ...], mixed: bool, seed: int = 0) -> PackedTokens:
+    """Ragged rows; mixed: of both tiers, in pages with gaps."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    slots = torch.cat([torch.arange(n) for n in lengths])
+    key, value = torch.randn(2, len(rows), dim, generator=generator)
+    packed = pack_tokens(key, value * 5, rows, slots, None, bits=Bits(*bits))
+    if not mixed:
+        return packed
+    kinds = torch.tensor([Tier.INT4, Tier.INT2, Tier.INT2, Tier.EVICTED])
+    tiers = kinds[torch.randint(4, (len(packed),), generator=generator)]
+    tiers[0] = Tier.INT2
+    return packed.retier(tiers)
+
+
+def _hiding(*shape: int) -> Tensor:
+    return torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, -torch.inf)
+
+
+def _asked(packed: PackedTokens, rows: int, queries: int, full: int, masked: bool, **part: Any) -> tuple[Any, ...]:
+    """Arguments of a kernel, with statistics; masked: with biases and a cap."""
+    torch.manual_seed(queries)
+    dim = packed.key_scale.shape[1]
+    query, (key, value) = torch.randn(rows, queries, dim) * dim**-0.5 * 4, torch.randn(2, rows, full, dim)
+    bias = _hiding(rows, queries, full) if masked else None
+    stored = Part(packed, bias=_hiding(len(packed), queries) if masked else None, **part)
+    return query, key, value, [stored], torch.rand(queries), bias, 3.0 if masked else None
+
+
+def _flat(result: tuple[Tensor, Tensor | None, list[Tensor]]) -> list[Tensor]:
+    return [t for t in (*result[:2], *result[2]) if t is not None]
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Relative root mean square error."""
+    return float((ours.float() - theirs).norm() / theirs.norm().clamp(min=1e-30))
+
+
+def _agree(kernel: Callable[..., Any], given: tuple[Any, ...], most: float = 1e-5) -> None:
+    expected, got = _flat(reference.attend(*given)), _flat(kernel(*given))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert _difference(ours, theirs) < most
+
+
+def _alone(*given: Any, how: Launch = FEW) -> Any:
+    """The fused kernel itself, so that nothing is left to the reference."""
+    query, key, value, (part,), *rest = given
+    return triton.fused(query, key, value, part, *rest, how)
+
+
+@pytest.mark.parametrize("queries", range(1, 9), ids="group {}".format)
+@pytest.mark.parametrize("dim", DIMS, ids="dim {}".format)
+def test_equals_the_reference(dim: int, queries: int) -> None:
+    lengths = LENGTHS[queries - 1]
+    turn = queries + DIMS.index(dim)
+    packed = _packed(lengths, dim, BITS[turn % 4], mixed=turn % 3 > 0)
+    full = (1, 64, 130, 17, 63, 1, 68, 5)[queries - 1]
+    _agree(_alone, _asked(packed, len(lengths), queries, full, masked=turn % 2 == 0))
+
+
+@pytest.mark.parametrize("bits", [(8, 4, 4, 2), (8, 8, 8, 8), (2, 2, 2, 2), (4, 4, 4, 4), (8, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["high", "both", "low"])
+def test_all_bits_and_tiers(bits: tuple[int, ...], kind: str) -> None:
+    packed = _packed([70, 5], 80, bits, mixed=kind == "both")
+    if kind == "low":
+        packed = packed.retier(torch.full((75,), int(Tier.INT2)))
+    _agree(_alone, _asked(packed, 2, 3, 7, masked=False))
+
+
+def test_without_statistics_the_output_is_the_same() -> None:
+    query, key, value, parts, _, bias, cap = _asked(_packed([70], 64, BITS[0], True), 1, 3, 5, masked=True)
+    plain = triton.attend(query, key, value, parts, None, bias, cap)
+    assert plain[1:] == (None, [])
+    assert torch.equal(plain[0], triton.attend(query, key, value, parts, torch.ones(3), bias, cap)[0])
+
+
+@pytest.mark.parametrize("counts", [[0], [0, 0]], ids=str)
+def test_rows_without_stored_tokens(counts: list[int]) -> None:
+    _agree(triton.attend, _asked(_packed(counts, 64, BITS[0], False), len(counts), 2, 3, masked=False))
+
+
+def test_no_full_precision_tokens() -> None:
+    _agree(_alone, _asked(_packed([70, 5], 64, BITS[0], True), 2, 2, 0, masked=False))
+
+
+def test_many_queries_and_pieces() -> None:
+    """Two blocks of queries; rows of several pieces."""
+    _agree(_alone, _asked(_packed([200, 3], 16, BITS[0], True), 2, 20, 130, masked=True))
+
+
+@pytest.mark.parametrize("span", [1, 3, 16])
+def test_pieces_cover_all_pages_once(span: int) -> None:
+    packed = _packed([640, 0, 1, 64, 65], 16, BITS[0], True)
+    cut, starts = triton.pieces_of(packed, 6, span)
+    row, first, pages, token, low = cut[:, cut[2] > 0].tolist()
+    seen = [page for at, count in zip(first, pages) for page in range(at, at + count)]
+    assert seen == list(range(len(packed.page_len)))
+    assert [packed.page_row[at] for at in first] == row
+    assert token == [int(packed.page_len[:at].sum()) for at in first]
+    assert low == [int(packed.page_low[:at].sum()) for at in first]
+    assert starts.tolist() == [sum(each < r for each in row) for r in range(7)]
+    assert triton.pieces_of(packed, 6, span)[0] is cut
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize(("dim", "width"), [(64, 64), (64, 32), (96, 48), (128, 128)], ids=str)
+def test_keys_turned_when_they_are_read(dim: int, width: int, interleaved: bool) -> None:
+    packed = _packed([70, 20], dim, BITS[0], True)
+    angles = torch.rand(200, width // 2, generator=torch.Generator().manual_seed(1)) * 6
+    both = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    positions = torch.arange(len(packed)) * 2 % 200
+    table = Table(both.cos() * 1.1, both.sin() * 1.1, interleaved)
+    _agree(_alone, _asked(packed, 2, 3, 7, True, table=table, positions=positions))
+
+
+@pytest.mark.parametrize("dim", DIMS, ids="dim {}".format)
+def test_half_precision(dim: int) -> None:
+    packed = _packed([200, 17], dim, BITS[0], True)
+    given = _asked(packed, 2, 4, 20, masked=True)
+    expected = _flat(reference.attend(*given))
+    got = _flat(_alone(*(t.half() for t in given[:3]), *given[3:]))
+    assert got[0].dtype == torch.float16
+    assert all(_difference(ours, theirs) < 2e-3 for ours, theirs in zip(got, expected, strict=True))
+
+
+def test_small_values_under_flat_attention_do_not_vanish_in_half_precision() -> None:
+    """Probability times scale is 1e-8 here, which float16 cannot hold."""
+    rows = torch.zeros(1000, dtype=torch.long)
+    key, value = torch.zeros(1000, 64), torch.rand(1000, 64, generator=torch.Generator().manual_seed(0)) * 1e-2
+    packed = pack_tokens(key, value, rows, torch.arange(1000), None)
+    query, full = torch.ones(1, 1, 64) / 8, torch.full((1, 1, 64), 11 / 8)  # exp(11): what the whole body weighs
+    given = query, full, torch.zeros(1, 1, 64), [Part(packed)]
+    half = _alone(*(t.half() for t in given[:3]), given[3], None, None, None)[0]
+    assert _difference(half, reference.attend(*given)[0]) < 5e-3
+
+
+def test_extreme_scores_neither_overflow_nor_vanish() -> None:
+    packed = _packed([130, 70], 64, BITS[0], True)
+    query, key, value, parts, weights, *_ = _asked(packed, 2, 3, 5, masked=False)
+    _agree(_alone, (query * 2000, key, value, parts, weights, None, None), 1e-3)
+    huge = pack_tokens(torch.randn(64, 64) * 1e4, torch.randn(64, 64), torch.zeros(64).long(), torch.arange(64), None)
+    given = torch.randn(1, 2, 64).half() * 100, key[:1].half(), value[:1].half(), Part(huge), None, None, None, FEW
+    assert bool(triton.fused(*given)[0].isfinite().all())
+
+
+def test_hidden_tokens_carry_nothing() -> None:
+    packed = _packed([40, 8], 64, BITS[0], False)
+    query, key, value, _, weights, *_ = _asked(packed, 2, 2, 6, masked=False)
+    nothing = Part(packed, bias=torch.full((48, 2), -torch.inf))
+    out, mass, (body,) = _alone(query, key, value, [nothing], weights, torch.full((2, 2, 6), -torch.inf), None)
+    assert not any(bool(t.any()) for t in (out, mass, body))  # a padding query
+    out, mass, (body,) = _alone(query, key, value, [nothing], weights, None, None)
+    expected, full_mass, _ = reference.attend(query, key, value, [], weights)
+    assert _difference(out, expected) < 1e-5
+    assert _difference(mass, full_mass) < 1e-5
+    assert not bool(body.any())
+
+
+def test_keys_may_lie_in_a_longer_buffer() -> None:
+    packed = _packed([70, 9], 64, BITS[0], False)
+    query, key, value, parts, *rest = _asked(packed, 2, 3, 30, masked=False)
+    longer = torch.full((2, 2, 40, 64), torch.nan)
+    longer[:, :, :30] = torch.stack((key, value))
+    _agree(_alone, (query, longer[0, :, :30], longer[1, :, :30], parts, *rest))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lengths", [[70, 70], [70, 0, 9]], ids=str)
+def test_a_dequantised_layer_gives_the_same(lengths: list[int], masked: bool) -> None:
+    packed = _packed(lengths, 64, BITS[0], masked)
+    query, key, value, (part,), _, bias, _ = _asked(packed, len(lengths), 20, 7, masked)
+    expected = reference.attend(query, key, value, [part], None, bias)[0]
+    assert _difference(triton.dense(query, key, value, part, bias), expected) < 1e-5
+    hidden = Part(packed, bias=torch.full((len(packed), 20), -torch.inf))
+    nothing = triton.dense(query, key, value, hidden, torch.full((len(lengths), 20, 7), -torch.inf))
+    assert not bool(nothing.any())
+
+
+def test_many_queries_take_the_dequantised_layer_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value, parts, weights, *_ = _asked(_packed([70], 64, BITS[0], False), 1, 6, 5, masked=False)
+    taken = []
+    for name in ("dense", "fused"):
+        real = getattr(triton, name)
+        spy = lambda *given, name=name, real=real: (taken.append(name), real(*given))[1]
+        monkeypatch.setattr(triton, name, spy)
+    for least, queries in ((75, 6), (76, 6), (75, 7)):
+        how = Launch(2, 1, 2, 2, ((least, queries),))
+        monkeypatch.setattr(launches, "choose", lambda *_, how=how: how)
+        triton.attend(query, key, value, parts)
+    assert taken == ["dense", "fused", "fused"]
+    how = Launch(2, 1, 2, 2, ((0, 1),))
+    monkeypatch.setattr(launches, "choose", lambda *_: how)
+    triton.attend(query, key, value, parts, weights)  # statistics need scores
+    triton.attend(query, key, value, parts, None, None, 2.0)
+    assert taken[3:] == ["fused", "fused"]
+
+
+def test_what_it_cannot_do_goes_to_the_reference() -> None:
+    packed = _packed([70], 64, BITS[0], False)
+    query, key, value, (part,), weights, *_ = _asked(packed, 1, 3, 5, masked=False)
+    narrow = pack_tokens(torch.randn(70, 64), torch.randn(70, 32), torch.zeros(70).long(), torch.arange(70), None)
+    for values, parts in ((value, [part, part]), (value, []), (value[..., :32], [Part(narrow)])):
+        ours = triton.attend(query, key, values, parts, weights)
+        theirs = reference.attend(query, key, values, parts, weights)
+        assert all(torch.equal(mine, other) for mine, other in zip(_flat(ours), _flat(theirs), strict=True))
+
+
+def test_a_kernel_that_disagrees_fails_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
+    triton_check.self_test(here)
+    real = triton.attend
+    monkeypatch.setattr(triton, "attend", lambda *given: (real(*given)[0] * 1.02, *real(*given)[1:]))
+    with pytest.raises(FadeError, match=r"disagree with the reference in their attention, by 2\.0%"):
+        triton_check.self_test(here)
+    monkeypatch.setattr(triton, "attend", lambda *given: 1 / 0)
+    with pytest.raises(FadeError, match="do not run on cpu: ZeroDivisionError"):
+        triton_check.self_test(here)

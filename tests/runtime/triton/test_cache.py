@@ -1,0 +1,51 @@
+"""A whole cache whose attention and packing run in Triton, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fade_runtime import FadeConfig, attention, create_tiered_cache, packed
+from fade_runtime.hf import forward_kwargs
+from fade_runtime.kernels import triton, triton_pack
+from fade_runtime.telemetry import attention_path
+from tests.conftest import make_tiny_model
+from tests.runtime.test_memory import reachable_bytes
+
+CONFIGS = {
+    "low tier": dict(int4_budget=0.4, eviction_policy="h2o", low_budget=0.3),
+    "streaming": dict(int4_budget=0.6, eviction_policy="h2o", positions="streaming"),
+}
+
+
+def _logits(config: FadeConfig) -> tuple[torch.Tensor, Any]:
+    model = make_tiny_model(num_hidden_layers=1)
+    cache = create_tiered_cache(model, config)
+    torch.manual_seed(1)
+    ids = torch.randint(0, 250, (2, 70))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0  # padding
+    model(ids[:, :60], attention_mask=mask[:, :60], **forward_kwargs(cache, model))
+    more = [(60, 61), (61, 69), (69, 70)]  # one token, a further prompt, one token
+    outs = [model(ids[:, a:b], attention_mask=mask[:, :b], **forward_kwargs(cache, model)).logits for a, b in more]
+    return torch.cat(outs, dim=1), cache
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_in_triton_answers_as_one_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FadeConfig(n_sink=2, recent_window=8, reassign_every=4, **CONFIGS[name])
+    monkeypatch.setattr("fade_runtime.telemetry.pick_kernel", lambda device: triton.attend)
+    monkeypatch.setattr(attention, "pick_kernel", lambda device: triton.attend)
+    monkeypatch.setattr(packed, "_quantiser", lambda device: triton_pack.quantise)
+    ours, cache = _logits(config)
+    assert attention_path(cache.tiered[0]) == "triton"
+    assert len(cache.tiered[0].store.packed.derived) > 0
+    assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
+    monkeypatch.undo()
+    monkeypatch.setenv("FADE_KERNEL", "reference")
+    attention.pick_kernel.cache_clear()
+    theirs, _ = _logits(config)
+    attention.pick_kernel.cache_clear()
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4

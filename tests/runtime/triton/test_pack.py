@@ -1,0 +1,47 @@
+"""The Triton kernels that pack and unpack, interpreted on a CPU, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fade_runtime import packed as plain
+from fade_runtime.kernels import reference, triton_pack
+from fade_runtime.packed import Bits, pack_tokens
+
+SHAPES = [(64, [70, 0, 3]), (96, [1]), (128, [64, 63]), (256, [17]), (80, [65]), (16, [200])]
+
+
+@pytest.mark.parametrize("bits", [(4, 4, 4, 2), (8, 2, 4, 2), (2, 8, 2, 4)], ids=str)
+@pytest.mark.parametrize(("dim", "lengths"), SHAPES, ids=str)
+def test_packs_and_unpacks_as_plain_torch(dim: int, lengths: list[int], bits: tuple[int, ...]) -> None:
+    dtype = torch.float16 if dim in (64, 128) else torch.float32
+    generator = torch.Generator().manual_seed(dim)
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    slots = torch.cat([torch.arange(n) for n in lengths])
+    key, value = (torch.randn(2, len(rows), dim, generator=generator) * 3).to(dtype)
+    value[0] = 0  # a group of equal values
+    low = torch.rand(len(rows), generator=generator) < 0.4
+    stored = pack_tokens(key, value, rows, slots, None, low=low, bits=Bits(*bits))
+    ours = triton_pack.quantise(key, value, stored.page_len, Bits(*bits))
+    theirs = plain.quantise(key, value, stored.page_len, Bits(*bits))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype
+        assert mine.shape == other.shape
+    for index in (0, 3):  # codes, scale, zero; sums in another order may round the other way
+        codes, scale, zero = ours[index : index + 3]
+        torch.testing.assert_close(scale, theirs[index + 1], rtol=2e-3, atol=1e-6)
+        torch.testing.assert_close(zero, theirs[index + 2], rtol=2e-3, atol=1e-5)
+        if index or 1 not in stored.page_len.tolist():  # the codes of a lonely key are of rounding errors
+            assert float((codes != theirs[index]).float().mean()) < 2e-3
+    for mine, other in zip(triton_pack.dequantise(stored, dtype), reference.dequantise(stored, dtype), strict=True):
+        assert mine.dtype == dtype
+        off = float((mine.float() - other.float()).norm() / other.float().norm().clamp(min=1e-9))
+        assert off < (1e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_nothing_is_packed_and_unpacked() -> None:
+    none, no_rows = torch.zeros(0, 64), torch.zeros(0, dtype=torch.long)
+    stored = pack_tokens(none, none, no_rows, no_rows, None)
+    assert [len(t) for t in triton_pack.quantise(none, none, stored.page_len, Bits())] == [0] * 6
+    assert [t.shape for t in triton_pack.dequantise(stored, torch.float16)] == [(0, 64), (0, 64)]
