@@ -57,7 +57,7 @@ class FadeConfig:
         eviction_policy: "position", "h2o", "ema", "adaptive", "learned", "fastgen": whose score decides. "adaptive" is
             "ema" that lets the scores fill the tiers: tau .9 and low_tau .99 unless given. "fastgen" finds for each kv
             head, at the end of the prompt, how little of its attention must be kept; int4_budget then is the most that
-            a head may keep, and with a predictor its learned budget is.
+            a head may keep. With a predictor learned budgets are the least, and the profile may raise them.
         predictor: for "learned", possible for "fastgen": `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a
             hub id, or a loaded predictor.
         head_budgets: with a predictor: give each kv head the budget that the predictor learned for it (their mean is
@@ -235,6 +235,8 @@ class FadeConfig:
             raise FadeError(
                 f"predictor is given but eviction_policy is {self.eviction_policy!r}; set eviction_policy='learned'"
             )
+        if self.eviction_policy == "fastgen" and self.predictor is not None and not (self.int4_budget or self.memory):
+            raise FadeError("fastgen with a predictor raises learned budgets; set int4_budget, their mean (or memory)")
         if self.eviction_policy == "fastgen" and min(self.shares) < 1:
             raise FadeError("tau and low_tau share out scores by head, as fastgen does itself; leave them at None")
         if self.assistant is not None and (self.eviction_policy == "position" or not self.ranks):

@@ -111,8 +111,8 @@ def profile(mass: Tensor, classes: Tensor, shares: Shares, n_sink: int, recent_w
 class FastGen(Policy):
     """A policy for each kv head, found per text; tokens are ranked by accumulated attention, or by a predictor.
 
-    With a predictor this is the combined policy: the head's learned budget is the most that it may keep, and the
-    profile, made of the predicted attention, may keep less.
+    With a predictor this is the combined policy: the head's learned budget is the least that it keeps, the profile,
+    made of the predicted attention, may raise it for a text, and the predictor's scores choose the tokens.
     """
 
     name = "fastgen"
@@ -123,6 +123,7 @@ class FastGen(Policy):
         self.ranking: Policy = learned or Accumulated()
         self.decay, self.gain = self.ranking.decay, self.ranking.gain
         self.predictor = self.ranking.predictor
+        self.raises = learned is not None
 
     def start(self, prompt: Prompt) -> Tensor | None:
         """As whatever ranks the tokens."""
@@ -143,22 +144,21 @@ class FastGen(Policy):
     def narrow(
         self, score: Tensor, rows: Tensor, policies: Tensor, classes: Tensor, age: Tensor, length: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Score body tokens so that those that their head keeps come first, special ones before all.
+        """Score body tokens so that those that their head keeps come first, special ones before all; not if it raises.
 
         Args:
             score: [T] shares of attention. rows: [T]. policies: [R] values of :class:`Keeps`.
             classes, age: [T]. length: [R].
 
         Returns:
-            scores [T]; how many tokens each row keeps, [R].
+            scores [T]; how many tokens each row asks for, [R].
         """
-        order = score.argsort(descending=True, stable=True)
-        order = order[rows[order].argsort(stable=True)]
+        order = (2 * rows - score.double().clamp(max=1)).argsort(stable=True)  # by row, then by share of attention
         rank = torch.empty_like(rows)
         rank[order] = rank_in_row(rows[order])
         held = kept(policies[rows], classes, rank, age, length[rows], self.shares)
-        ranked = (score + (classes == SPECIAL)).masked_fill(~held, -1)
-        return ranked, torch.bincount(rows[held], minlength=len(policies))
+        asked = torch.bincount(rows[held], minlength=len(policies))
+        return score if self.raises else (score + (classes == SPECIAL)).masked_fill(~held, -1), asked
 
 
 class Accumulated(Policy):

@@ -22,7 +22,7 @@ def row_budgets(
     layer: int,
     lengths: Tensor,
     heads: int,
-    most: Tensor | None = None,
+    asked: Tensor | None = None,
     share: float | None = None,
 ) -> Budgets:
     """What each row (batch x kv head) of a layer may keep.
@@ -32,7 +32,8 @@ def row_budgets(
         policy: may give each kv head of the layer its own share of their sum.
         lengths: [B] tokens of each sequence so far, padding left out.
         heads: kv heads.
-        most: [batch x kv heads] tokens that each row wants to keep at most; None: all that its budget allows.
+        asked: [batch x kv heads] tokens that the text's profile asks for, or None. They lower a budget, or, if the
+            policy says so and no memory target is set, raise it.
         share: budget of a kv head as a share of the context, in place of the config's (:mod:`fade_runtime.memory`).
 
     Example:
@@ -43,7 +44,8 @@ def row_budgets(
     """
     int4: list[int] = []
     low: list[int] = []
-    wanted = None if most is None else most.view(-1, heads).tolist()
+    wanted = None if asked is None else asked.view(-1, heads).tolist()
+    bound = min if not policy.raises else max if share is None else lambda budget, _: budget
     for row, length in enumerate(lengths.tolist()):
         given = (config.budgets(length) or (length, 0)) if share is None else (int(share * length), 0)
         total = sum(given)
@@ -54,7 +56,7 @@ def row_budgets(
         else:
             totals = [total] * heads if shares is None else [round(share * length) for share in shares]
             if wanted is not None:
-                totals = [min(each, cap) for each, cap in zip(totals, wanted[row])]
+                totals = [bound(each, want) for each, want in zip(totals, wanted[row])]
             first = [round(each * given[0] / max(total, 1)) for each in totals]
             int4 += first
             low += [each - some for each, some in zip(totals, first)]

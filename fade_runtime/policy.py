@@ -49,6 +49,7 @@ class Policy:
     gain: float = 1.0
     whole_prompt = False  # the first state is `h2o_mass`: the attention of all queries of the prompt
     reads_text = False  # needs the class of each token (:mod:`fade_runtime.text`)
+    raises = False  # what a text's profile asks for is the least that a head keeps, not the most
     predictor: Predictor | None = None
 
     def __deepcopy__(self, memo: object) -> Policy:

@@ -171,3 +171,24 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
 def test_a_device_that_cannot_be_asked_is_named() -> None:
     with pytest.raises(FadeError, match="free memory of meta cannot be asked for here"):
         target_bytes(0.5, torch.device("meta"))
+
+
+def test_what_the_guard_has_raised_is_kept_whatever_the_target(model: Any) -> None:
+    calm: dict[str, Any] = dict(guard="rollback", spill="host", monitor_every=1000, kl_target=100.0, kl_alarm=200.0)
+    cache = create_tiered_cache(model, FadeConfig(memory=WIDTH * 30, **calm, **SMALL))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        _grow(model, cache, 200, 216)
+        evicted = cache.memory_report()["tokens"]["EVICTED"]
+        assert evicted > 0
+        for layer in cache.tiered:
+            assert layer.watch is not None
+            layer.watch.raised = [True] * 2
+        before = {layer.index: layer.tokens.evicted for layer in cache.tiered}
+        _grow(model, cache, 4, 60)
+        assert {layer.index: layer.tokens.evicted for layer in cache.tiered} == before
+        for layer in cache.tiered:
+            assert layer.watch is not None
+            layer.watch.raised = [False] * 2
+        _grow(model, cache, 4, 60)
+    assert all(layer.tokens.evicted > before[layer.index] for layer in cache.tiered)
