@@ -10,9 +10,11 @@ from statistics import median
 from typing import Any
 
 from pipelines import cli
+from pipelines.bench_gpu import gpu
 from pipelines.bench_memory import memory
 from pipelines.bench_prefill import prefill
 from pipelines.bench_profile import profile
+from pipelines.bench_tune import tune
 from predictor.errors import FadeError
 
 STOCK, STATIC, LOW = "stock", "static", "k4v2"
@@ -155,6 +157,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "prefill": prefill,
     "memory": memory,
     "profile": profile,
+    "gpu": gpu,
+    "tune": tune,
 }
 
 
@@ -166,7 +170,10 @@ def main(argv: list[str] | None = None) -> int:
             f"usage: python -m pipelines.bench {{{','.join(COMMANDS)}}} [options]; --help after a name lists them"
         )
         return 0 if given[:1] in (["--help"], ["-h"]) else 2
-    return cli.run(COMMANDS[given[0]], given[1:])
+    command = COMMANDS[given[0]]
+    if len(given) == 1:  # as it is on a machine without the option parser
+        return cli.guarded(lambda _: command(), [])
+    return cli.run(command, given[1:])
 
 
 if __name__ == "__main__":

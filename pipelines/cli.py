@@ -9,11 +9,12 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from jsonargparse import ArgumentParser
+from typing import TYPE_CHECKING, Any
 
 from predictor.errors import FadeError
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 MISTAKES = (FadeError, OSError, argparse.ArgumentError)
 DEBUG = "--debug"
@@ -52,6 +53,8 @@ def run(command: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
 
 def parser_of(command: Callable[..., Any]) -> ArgumentParser:
     """The argument parser of ``command``: `--config FILE`, then one option for each parameter."""
+    from jsonargparse import ArgumentParser
+
     module = command.__module__
     if module == "__main__" and (spec := getattr(sys.modules[module], "__spec__", None)):
         module = spec.name

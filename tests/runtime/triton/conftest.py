@@ -7,7 +7,7 @@ collects nothing here.
 import os
 
 KINDS = {
-    "interpreted": ["test_attend.py", "test_pack.py", "test_cache.py"],
+    "interpreted": ["test_attend.py", "test_pack.py", "test_cache.py", "test_bench.py"],
     "compiled": ["test_compiled.py"],
 }
 asked = os.environ.get("FADE_TEST_KERNELS", "")
