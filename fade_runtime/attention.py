@@ -67,33 +67,54 @@ def tiered_attention(
         output [B, Hq, Q, D]; weighted attention that each full token [B, H, n] and each token of each part [T]
         received, averaged over the query group, or None and an empty list.
     """
+    steps, columns = query.shape[2], len(full) + sum(len(part.tokens) for part in parts)
+    chunk = max(1, SCORES_AT_ONCE // max(query.shape[0] * query.shape[1] * columns, 1))
+    if steps <= chunk:
+        return _at_once(query, full, parts, scaling, first, mask, weights, softcap)
+    results = []
+    for at in range(0, steps, chunk):
+        piece = slice(at, at + chunk)
+        seen, share = None if mask is None else mask[:, :, piece], None if weights is None else weights[piece]
+        results.append(_at_once(query[:, :, piece], full, parts, scaling, first + at, seen, share, softcap))
+    outs, fulls, bodies = zip(*results)
+    if weights is None:
+        return torch.cat(outs, dim=2), None, []
+    add = functools.partial(functools.reduce, torch.add)
+    return torch.cat(outs, dim=2), add(fulls), [add(each) for each in zip(*bodies)]
+
+
+def _at_once(
+    query: Tensor,
+    full: FullTokens,
+    parts: Sequence[Part],
+    scaling: float,
+    first: int,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """All queries of ``tiered_attention`` in one call of the kernel."""
     batch, query_heads, steps, dim = query.shape
     heads = full.key.shape[1]
     groups, rows = query_heads // heads, batch * heads
-    kernel = pick_kernel(query.device)
+    seen = None if mask is None else mask.expand(batch, -1, -1, -1)
+    bias = _full_bias(seen, full, first, steps, heads)
+    if bias is not None:
+        bias = bias.expand(batch, heads, groups, steps, -1).reshape(rows, groups * steps, -1)
+    biased = parts if seen is None else [_with_bias(part, seen, heads, groups) for part in parts]
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
-    columns = len(full) + sum(len(part.tokens) for part in parts)
-    chunk = max(1, min(steps, SCORES_AT_ONCE // max(batch * query_heads * columns, 1)))
-    outs, masses = [], []
-    for at in range(0, steps, chunk):
-        piece = slice(at, min(at + chunk, steps))
-        size = piece.stop - at
-        seen = None if mask is None else mask[:, :, piece].expand(batch, -1, -1, -1)
-        bias = _full_bias(seen, full, first + at, size, heads)
-        if bias is not None:
-            bias = bias.expand(batch, heads, groups, size, -1).reshape(rows, groups * size, -1)
-        biased = parts if seen is None else [_with_bias(part, seen, heads, groups) for part in parts]
-        share = None if weights is None else (weights[piece] / groups).repeat(groups)
-        grouped = (query[:, :, piece] * scaling).reshape(rows, groups * size, dim)
-        out, mass, part_masses = kernel(grouped, key, value, biased, share, bias, softcap)
-        outs.append(out.view(batch, query_heads, size, -1))
-        if mass is not None:
-            masses.append((mass.view(batch, heads, -1), *part_masses))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-    if not masses:
-        return out, None, []
-    to_full, *to_parts = (functools.reduce(torch.add, each) for each in zip(*masses))
-    return out, to_full, to_parts
+    share = None if weights is None else _shares(weights, groups)
+    grouped = (query * scaling).reshape(rows, groups * steps, dim)
+    out, mass, masses = pick_kernel(query.device)(grouped, key, value, biased, share, bias, softcap)
+    out = out.view(batch, query_heads, steps, -1)
+    return out, None if mass is None else mass.view(batch, heads, -1), masses
+
+
+@functools.lru_cache(maxsize=8)
+def _shares(weights: Tensor, groups: int) -> Tensor:
+    """Weight [G x Q] of each query of a group. Kept, since a policy's weights are the same tensor in each step."""
+    with torch.inference_mode(False):
+        return (weights / groups).repeat(groups)
 
 
 def is_causal(mask: Tensor | None, pad: Tensor) -> bool:

@@ -155,6 +155,8 @@ class TokenStore:
             torch.cat((full.slots, slots.expand(key.shape[0], -1)), dim=1),
             state,
         )
+        if "holes" in vars(full):  # a new token is none
+            vars(self.full)["holes"] = full.holes
         self.seen += steps
 
     def take_back(self, count: int) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import operator
 import os
 import platform
 import shutil
 import subprocess
+import weakref
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,31 +130,59 @@ def attend(
 
     Product quantisation, keys that are to be rotated, and odd head dims go to the reference, with all parts beside.
     """
-    packed = [each for part in parts if part.table is None and isinstance(each := part.tokens, PackedTokens)]
-    groups = {each.value_scale.shape[1] for each in packed}
-    if len(packed) < len(parts) or len(groups) != 1 or not all(map(_fits, packed)):
+    stored = [each for each in map(_stored, parts) if each is not None]
+    if len(stored) < len(parts) or len({each.groups for each in stored}) != 1:
         return reference.attend(query, key, value, parts, weights, bias, softcap)
     rows, queries, dim = query.shape
-    full, tokens = key.shape[1], sum(map(len, packed))
+    full, tokens = key.shape[1], 0
     keys, values = _rows(key), _rows(value)
-    given = [query.float().contiguous(), keys, values, *map(_dense, (bias, weights))]
-    biases = [_dense(part.bias) for part in parts]
-    tables = [[getattr(each, name).contiguous() for name in _TABLES] for each in packed]
-    out, mass, masses = torch.empty(rows, queries, dim), None, []
+    given = _dense(query), keys, values, _dense(bias), _dense(weights)
+    out, mass, masses = _empty(rows, queries, dim), None, []
     if weights is not None:
-        mass, masses = torch.empty(rows, full), [torch.empty(len(each)) for each in packed]
-    stored = (_Packed * len(parts))(*(
-        _Packed(len(each.page_len), *each.bits, *map(_address, (*table, own, sums)))
-        for each, table, own, sums in zip_longest(packed, tables, biases, masses)
-    ))  # fmt: skip
+        mass, masses = _empty(rows, full), [_empty(each.tokens) for each in stored]
+    biases = [_dense(part.bias) for part in parts]
+    described = (_Packed * len(parts))(*(each.struct for each in stored))
+    for one, each, own, received in zip_longest(described, stored, biases, masses):
+        one.bias, one.mass, tokens = _address(own), _address(received), tokens + each.tokens
     threads = torch.get_num_threads() if (rows * full + tokens) * queries * dim >= PARALLEL else 1
     call = _Call(
-        rows, queries, dim, *groups, len(parts), full, keys.stride(0), values.stride(0), threads,
-        *map(_address, given), ctypes.addressof(stored), *map(_address, (out, mass)), softcap or 0.0,
+        rows, queries, dim, stored[0].groups, len(parts), full, keys.stride(0), values.stride(0), threads,
+        *map(_address, given), ctypes.addressof(described), *map(_address, (out, mass)), softcap or 0.0,
     )  # fmt: skip
     if _library().attend(ctypes.byref(call)):
         raise MemoryError("the CPU kernel could not allocate its buffers")
-    return out.to(query.dtype), mass, masses
+    return out if out.dtype == query.dtype else out.to(query.dtype), mass, masses
+
+
+class _Stored(NamedTuple):
+    """Packed tokens as C reads them; ``tables`` are what ``struct`` points to, ``owner`` the tokens."""
+
+    struct: _Packed
+    tokens: int
+    groups: int
+    tables: list[Tensor]
+    owner: weakref.ref[PackedTokens]
+
+
+_KNOWN: dict[int, _Stored] = {}  # by id of the tokens, which never change; an entry goes with its owner
+
+
+def _stored(part: Part) -> _Stored | None:
+    """What C reads of a part, or None if it cannot; found once for each set of tokens."""
+    packed = part.tokens
+    if part.table is not None or not isinstance(packed, PackedTokens):
+        return None
+    known, at = _KNOWN.get(id(packed)), id(packed)
+    if known is not None or not _fits(packed):
+        return known
+    held = [getattr(packed, name) for name in _TABLES]
+    tables = [table.contiguous() for table in held]
+    struct = _Packed(len(packed.page_len), *packed.bits, *map(_address, tables))
+    owner = weakref.ref(packed, lambda _: _KNOWN.pop(at, None))
+    stored = _Stored(struct, len(packed), packed.value_scale.shape[1], tables, owner)
+    if all(map(operator.is_, tables, held)):  # else a copy would live as long as the tokens
+        _KNOWN[at] = stored
+    return stored
 
 
 def _fits(packed: PackedTokens) -> bool:
@@ -159,6 +190,10 @@ def _fits(packed: PackedTokens) -> bool:
     dim, groups = packed.key_scale.shape[1], packed.value_scale.shape[1]
     same = packed.value_codes.shape[1] * 8 == dim * packed.bits.value
     return same and dim % 16 == 0 and dim // groups % 8 == 0
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _address(x: Tensor | None) -> int | None:

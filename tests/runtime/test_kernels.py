@@ -1,5 +1,6 @@
 """The compiled CPU kernel against the plain torch reference, and what happens without a compiler."""
 
+import copy
 import functools
 import platform
 import subprocess
@@ -295,6 +296,35 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
     all_hidden = Part(packed, bias=torch.full_like(body_hidden, -torch.inf))
     nothing, _, _ = kernel(query, key, value, [all_hidden], None, torch.full_like(hidden, -torch.inf))
     assert bool((nothing == 0).all())  # a padding query
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_default_dtype_changes_nothing() -> None:
+    packed = _ragged([90, 5], 64)
+    given = torch.randn(2, 3, 64), *torch.randn(2, 2, 7, 64), [Part(packed)], torch.rand(3)
+    expected = _flat(cpu.attend(*given))
+    torch.set_default_dtype(torch.float16)
+    try:
+        results = _flat(cpu.attend(*given))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_what_is_known_of_tokens_goes_with_them() -> None:
+    given = torch.randn(2, 3, 64), *torch.randn(2, 2, 7, 64)
+    packed, before = _ragged([90, 5], 64), len(cpu._KNOWN)
+    first = cpu.attend(*given, [Part(packed)])[0]
+    assert len(cpu._KNOWN) == before + 1
+    assert torch.equal(cpu.attend(*given, [Part(packed)])[0], first)
+    other = copy.deepcopy(packed)
+    other.key_codes.zero_()
+    assert not torch.equal(cpu.attend(*given, [Part(other)])[0], first)
+    del packed, other
+    assert len(cpu._KNOWN) == before
 
 
 @pytest.mark.kernels
