@@ -316,8 +316,7 @@ def _controller(
     predictor = [] if policy.predictor is None else _reachable(policy.predictor)
     extra = stored_bytes(*predictor, *(text.tensors() if text is not None else []))
     target = target_bytes(config.memory, next(model.parameters()).device)
-    waiting = config.n_sink + config.recent_window + config.reassign_every
-    return MemoryController(target, layers, extra, waiting, config.reassign_every)
+    return MemoryController(target, layers, extra, config.n_sink + config.recent_window, config.reassign_every)
 
 
 def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:

@@ -44,8 +44,8 @@ class FadeConfig:
         low_budget: body tokens per kv head in the low tier, a whole number or a share; 0: no low tier; None: all that
             the INT4 tier does not take, so that nothing is evicted.
         memory: bytes that the cache may take, in place of a budget: a number, a text such as "512MiB", or a share of
-            the device memory that is free when the cache is made (a float in (0, 1]). Compression rises in steps from
-            4x to 16x as tokens come. Layers that are not compressed (sliding windows) are not counted.
+            the device memory that is free when the cache is made (a float in (0, 1]). Compression of the body rises in
+            steps from 4x to 16x as tokens come. Layers that are not compressed (sliding windows) are not counted.
         low_tier: "int2" (few bits, by default 4 for keys and 2 for values) or "pq" (product quantisation: a few bytes
             a token, but a quarter in INT4 and the rest so lost KL .056 on SmolLM2-135M where int2 lost .002, no more
             than evicting it).

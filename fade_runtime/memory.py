@@ -14,45 +14,39 @@ from torch import Tensor
 
 from predictor.errors import FadeError
 
-LEAST, MOST = 4.0, 16.0  # compression
+LEAST, MOST = 4.0, 16.0  # compression of the body: what is neither sink nor in the window
 STEPS = tuple(LEAST * 2 ** (step / 4) for step in range(9))  # 4, 4.8, 5.7, 6.7, 8 ... 16
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 OVERHEAD = 16  # bytes of a body token beside its codes, until it is measured: slot, statistic, scales
 MEMINFO = Path("/proc/meminfo")
 
 
-def compression_for(full: float, target: float, limit: float = MOST) -> float:
-    """The least of :data:`STEPS` that lets a cache fit the target.
+def budget_share(
+    held: float, tokens: int, target: float, *, width: float, fixed: float = 0.0, limit: float = MOST
+) -> tuple[float, float]:
+    """Share of the body that may be kept, and the compression of the body that this is.
+
+    The least of :data:`STEPS` that lets the cache fit the target; the most that is allowed if none does.
 
     Args:
-        full: bytes of an uncompressed cache. target: bytes that there are for it.
-        limit: the most that is allowed, whether it fits or not.
-
-    Example:
-        >>> [compression_for(full, target=100) for full in (50, 400, 700, 9999)], compression_for(9999, 100, limit=6.0)
-        ([4.0, 4.0, 8.0, 16.0], 6.0)
-    """
-    return min(next((step for step in STEPS if full / step <= target), MOST), limit)
-
-
-def budget_share(full: float, fixed: float, body: float, target: float, limit: float = MOST) -> float:
-    """Share of the context that the body may keep.
-
-    Args:
-        full: bytes of an uncompressed cache of the tokens that will have come before the next reassignment.
+        held: bytes that a token of the body is seen to take.
+        tokens: between sinks and window, over all rows (batch, layers and kv heads).
+        target: bytes for everything.
+        width: bytes of a token in full precision.
         fixed: bytes that are held whatever is kept: sinks, window, tokens that wait, predictor.
-        body: bytes that all of the context would take in the body, from what a body token is seen to take.
-        target: bytes for everything. limit: the most compression that is allowed.
-
-    Returns:
-        In [0, 1].
+        limit: the most compression that is allowed.
 
     Example:
-        >>> [round(budget_share(full, fixed=10, body=full / 3, target=100), 3) for full in (300, 600, 1600)]
-        [0.65, 0.396, 0.169]
+        >>> [budget_share(64, tokens, target=40_000, width=256)[1] for tokens in (100, 1000, 5000)]
+        [4.0, 6.727171322029716, 16.0]
+        >>> budget_share(64, 1000, target=40_000, width=256, fixed=8000, limit=8.0)
+        (0.5, 8.0)
     """
-    room = full / compression_for(full, target, limit)
-    return min(max((room - fixed) / max(body, 1.0), 0.0), 1.0)
+    steps = [step for step in STEPS if step < limit] + [min(limit, MOST)]
+    for step in steps:
+        if fixed + tokens * min(width / step, held) <= target:
+            break
+    return min(width / (step * held), 1.0), step
 
 
 def target_bytes(memory: int | float | str, device: torch.device) -> int:
@@ -107,15 +101,15 @@ class MemoryController:
     Attributes:
         target: bytes for the whole cache. layers: how many are compressed.
         extra: bytes beside the layers' own (predictor, codebook, classes of tokens).
-        waiting: tokens that may wait in full precision (window, sinks, and until the next reassignment).
-        most: bound on the compression, which a guard may lower (:meth:`limit`).
+        exact: sinks and window, in tokens. every: tokens that may wait until the next reassignment.
+        most: bound on the compression of the body, which a guard may lower (:meth:`limit`).
         compression: that the last budget was made for.
     """
 
     target: int
     layers: int
     extra: int
-    waiting: int
+    exact: int
     every: int
     most: float = MOST
     compression: float = LEAST
@@ -146,20 +140,22 @@ class MemoryController:
         return self.planned[1]
 
     def _share(self, lengths: Sequence[int], rows: int, width: int, codes: float) -> float:
-        tokens, size = (sum(column) for column in zip((0, 0), *self.held.values()))
-        each = size / tokens if tokens else codes + OVERHEAD
-        full = rows * width * sum(length + self.every for length in lengths)
-        fixed = rows * width * self.waiting * len(lengths) + self.extra
-        self.compression = compression_for(full, self.target, self.most)
-        if full / self.compression > self.target and not self.warned:
+        kept, size = (sum(column) for column in zip((0, 0), *self.held.values()))
+        held, body = size / kept if kept else codes + OVERHEAD, sum(max(n - self.exact, 0) for n in lengths)
+        tokens, fixed = rows * body, rows * width * (self.exact + self.every) * len(lengths) + self.extra
+        share, self.compression = budget_share(
+            held, tokens, self.target, width=width, fixed=fixed, limit=self.most
+        )
+        needed = fixed + share * held * tokens
+        if needed > self.target and not self.warned:
             self.warned = True
             warnings.warn(
-                f"{sum(lengths):,} tokens take {full / self.compression / 2**20:.1f} MiB at {self.compression:g}x, the "
-                f"most that is allowed, and memory is {self.target / 2**20:.1f} MiB; the cache grows beyond that",
+                f"{sum(lengths):,} tokens take up to {needed / 2**20:.3g} MiB with the body at {self.compression:g}x, "
+                f"the most that is allowed, and memory is {self.target / 2**20:.3g} MiB; the cache grows beyond that",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return budget_share(full, fixed, rows * each * sum(lengths), self.target, self.most)
+        return share * body / max(sum(lengths), 1)
 
     def note(self, layer: int, tokens: int, size: int) -> None:
         """Take in what a layer's body holds after a reassignment: tokens and bytes."""

@@ -20,6 +20,8 @@ def generate(
     preset: str | None = None,
     policy: str | None = None,
     budget: int | float | None = None,
+    memory: str | float | None = None,
+    max_kl: float | None = None,
     prompt: str | None = None,
     prompt_file: Path | None = None,
     prompt_tokens: int = 1024,
@@ -35,8 +37,10 @@ def generate(
         predictor: `models:/NAME@alias`, `models:/NAME/3`, a bundle directory or a hub id; its score then
             decides what is evicted.
         preset: safe, balanced or aggressive; by default balanced with a predictor or policy, else safe.
-        policy: what decides without a predictor: position, h2o or ema.
+        policy: what decides without a predictor: position, h2o or ema; or fastgen, with one or without.
         budget: body tokens kept per kv head, in place of the preset's: a share (0.25) or a number (512).
+        memory: what the cache may take, in place of preset and budget: 512MiB, or a share of the free memory (0.5).
+        max_kl: loss that the predictor's certificate must answer for, in place of preset and budget: KL per token.
         prompt: the text to answer. By default a long text of the built-in corpus is asked about.
         prompt_file: file to read the prompt from.
         prompt_tokens: length of the built-in text.
@@ -51,7 +55,8 @@ def generate(
 
     if max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
-    config = choose_config(_resolve(predictor, tracking_uri), preset, policy, budget)
+    resolved = _resolve(predictor, tracking_uri)
+    config = choose_config(resolved, preset, policy, budget, memory=memory, max_kl=max_kl)
     given = read_prompt(prompt, prompt_file)
     exporter = None if telemetry is None else JsonlExporter(telemetry)
     lm, tokenizer = load_lm(model, dtype)
@@ -75,7 +80,15 @@ def generate(
     print(f"\n{summary(cache.memory_report(), dtype)}\n{streamer.summary()}")
 
 
-def choose_config(predictor: Any, preset: str | None, policy: str | None, budget: int | float | None) -> Any:
+def choose_config(
+    predictor: Any,
+    preset: str | None,
+    policy: str | None,
+    budget: int | float | None,
+    *,
+    memory: str | float | None = None,
+    max_kl: float | None = None,
+) -> Any:
     """The FadeConfig that the options of `generate` ask for.
 
     Raises:
@@ -83,18 +96,28 @@ def choose_config(predictor: Any, preset: str | None, policy: str | None, budget
     """
     from fade_runtime import FadeConfig
 
-    preset = preset or ("safe" if predictor is None and policy is None and budget is None else "balanced")
+    sizes = {"preset": preset, "budget": budget, "memory": memory, "max_kl": max_kl}
+    if len(given := [name for name, value in sizes.items() if value is not None]) > 1 and given != ["preset", "budget"]:
+        raise FadeError(f"{' and '.join(given)} exclude each other; drop all but one")
+    if max_kl is not None:
+        if policy not in (None, "learned"):
+            raise FadeError(f"max_kl is certified for policy 'learned'; drop policy {policy!r}")
+        return FadeConfig.risk(kl=max_kl, predictor=predictor)
+    plain = predictor is None and policy is None and budget is None and memory is None
+    preset = preset or ("safe" if plain else "balanced")
     if preset not in PRESETS:
         raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
     if policy == "learned" and predictor is None:
         raise FadeError("policy 'learned' needs a predictor; add --predictor models:/NAME@champion")
-    if predictor is not None and policy not in (None, "learned"):
+    if predictor is not None and policy not in (None, "learned", "fastgen"):
         raise FadeError(f"policy {policy!r} and a predictor exclude each other; drop one of them")
     if preset == "safe":
         if given := [name for name, value in {"predictor": predictor, "policy": policy}.items() if value]:
             raise FadeError(f"preset 'safe' evicts nothing, so {given[0]} has no use; take preset 'balanced'")
         return FadeConfig.safe(**({} if budget is None else {"int4_budget": budget}))
     options: dict[str, Any] = {} if budget is None else {"int4_budget": budget}
+    if memory is not None:
+        options = {"memory": memory, "int4_budget": None}
     if policy not in (None, "learned"):
         options["eviction_policy"] = policy
     return getattr(FadeConfig, preset)(predictor=predictor, **options)
@@ -144,6 +167,9 @@ def chat_inputs(tokenizer: Any, text: str) -> dict[str, Any]:
 def describe(config: Any) -> str:
     """What a FadeConfig does, in a few words."""
     exact = f"first {config.n_sink} and last {config.recent_window} tokens exact, "
+    if config.memory is not None:
+        room = f"{config.memory:.0%} of the free memory" if isinstance(config.memory, float) else config.memory
+        return f"{exact}of the others what fits {room} kept in 4 bits, chosen by policy {config.eviction_policy!r}"
     if config.int4_budget is None:
         return exact + "all others in 4 bits, nothing evicted"
     share = config.int4_budget

@@ -91,10 +91,31 @@ def test_the_built_in_prompt_is_long_and_ends_in_a_question(
         ((None, None, None, 128), FadeConfig.balanced(int4_budget=128)),
         (("a/bundle", None, None, None), FadeConfig.balanced(predictor="a/bundle")),
         (("a/bundle", "aggressive", "learned", 0.3), FadeConfig.aggressive("a/bundle", int4_budget=0.3)),
+        (("a/bundle", None, "fastgen", None), FadeConfig.balanced("a/bundle", eviction_policy="fastgen")),
     ],
 )
 def test_options_make_the_config(options: tuple[Any, ...], expected: FadeConfig) -> None:
     assert generate.choose_config(*options) == expected
+
+
+def test_memory_and_loss_stand_in_for_a_budget() -> None:
+    choose, none = generate.choose_config, (None, None, None, None)
+    assert choose(*none, memory="2MiB") == FadeConfig(memory="2MiB")
+    config = choose("a/bundle", None, None, None, memory=0.5)
+    assert config == FadeConfig(memory=0.5, eviction_policy="learned", predictor="a/bundle")
+    assert "what fits 50% of the free memory kept in 4 bits" in generate.describe(config)
+    config = choose("smollm2-135m-instruct", None, None, None, max_kl=0.01)
+    assert config.int4_budget == FadeConfig.risk(kl=0.01, predictor="smollm2-135m-instruct").int4_budget
+    for options, more, words in (
+        (none, dict(memory="2MiB", max_kl=0.01), "memory and max_kl exclude each other"),
+        ((None, "safe", None, None), dict(memory="2MiB"), "preset and memory exclude each other"),
+        ((None, None, None, 0.2), dict(max_kl=0.2), "budget and max_kl exclude each other"),
+        (("a/bundle", None, "fastgen", None), dict(max_kl=0.2), "max_kl is certified for policy 'learned'"),
+        (none, dict(max_kl=0.2), "risk reads a predictor's certificate"),
+        (none, dict(memory="much"), "memory 'much' is no size"),
+    ):
+        with pytest.raises(FadeError, match=words):
+            choose(*options, **more)
 
 
 @pytest.mark.parametrize(
