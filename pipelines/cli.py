@@ -127,6 +127,7 @@ def options_of(parser: ArgumentParser) -> list[str]:
 def quiet() -> None:
     """Silence warnings and log lines of libraries; those of this project stay."""
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module=r"(data|fade_runtime|pipelines|predictor)\b")
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -118,6 +118,14 @@ def test_memory_and_loss_stand_in_for_a_budget() -> None:
             choose(*options, **more)
 
 
+def test_a_warning_of_the_cache_is_seen(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of libraries are silenced, ours are not."""
+    words = ("--model", tiny_model_dir, "--prompt_tokens", 300, "--max_new_tokens", 1, "--memory", "1KiB")
+    with pytest.warns(RuntimeWarning, match="the most that is allowed, and memory is 0.000977 MiB"):
+        status, _, _ = run(capsys, *words)
+    assert status == 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
