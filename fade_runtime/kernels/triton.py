@@ -69,7 +69,8 @@ def fused(
     assert isinstance(packed, PackedTokens)
     rows, queries, dim = query.shape
     length, tokens = key.shape[1], len(packed)
-    span = how.span(len(packed.page_len), launches.processors(query.device))
+    blocks = triton.cdiv(queries, BLOCK)
+    span = how.span(len(packed.page_len) * blocks, launches.processors(query.device))
     cut, piece_start = pieces_of(packed, rows, span)
     pieces = triton.cdiv(length, span * quant.PAGE)
     count = rows * pieces + cut.shape[1]
@@ -89,15 +90,14 @@ def fused(
         query if bias is None else bias.float().contiguous(),
         query if part.bias is None else part.bias.float().contiguous(),
         float(softcap or 0),
-        queries,
         *map(tl.constexpr, (bias is not None, part.bias is not None, softcap is not None, BLOCK, scored)),
     )
     sizes = map(tl.constexpr, (dim, padded(dim), exact))
-    full = Full(key, value, key.stride(0), value.stride(0), length, pieces, *sizes)
+    full = Full(key, value, *sizes)
     forms = Stored.of(packed), Parts.of(packed, "key", exact), Parts.of(packed, "value", exact)
-    given: tuple[Any, ...] = (*forms, _turn(part, query, padded(dim), power), cut, cut.shape[1], rows, span, left)
-    grid = count, triton.cdiv(queries, BLOCK)
-    launch(attend_kernel, grid, query, ask, full, *given, num_warps=how.warps, num_stages=how.stages)
+    numbers = cut.shape[1], rows, span, pieces, queries, length, key.stride(0) // dim, value.stride(0) // dim
+    given: tuple[Any, ...] = (ask, full, *forms, _turn(part, query, padded(dim), power), left, cut, *numbers)
+    launch(attend_kernel, (count, blocks), query, *given, num_warps=how.warps, num_stages=how.stages)
     out, top, total = torch.empty_like(query), *torch.empty(2, rows, queries, **floats)
     given = out, top, total, left, piece_start, rows, pieces, queries, dim, padded(dim), power, MERGED
     launch(merge_kernel, (rows, queries), query, *given)
@@ -129,8 +129,8 @@ def kind_of(part: Part, dtype: torch.dtype) -> str:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[R, n, D] whose rows are dense."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+    """[R, n, D] whose rows are dense, and a whole number of tokens apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % x.shape[2] == 0 else x.contiguous()
 
 
 def _turn(part: Part, unused: Tensor, tile: int, power: int) -> Turn:

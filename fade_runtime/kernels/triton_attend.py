@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
     Attributes:
         query: [R, Q, D] in the model's dtype. rotated: the same after the Hadamard rotation, float32.
-        bias, packed_bias: [R, Q, n] and [T, Q] float32. softcap: float. queries: Q.
+        bias, packed_bias: [R, Q, n] and [T, Q] float32. softcap: float.
         masked, packed_masked, cap: whether there is a bias, a cap.
         block: queries of a program. scored: whether scores are wanted.
     """
@@ -46,7 +46,6 @@ class Asked(NamedTuple):
     bias: Any
     packed_bias: Any
     softcap: Any
-    queries: Any
     masked: Any
     packed_masked: Any
     cap: Any
@@ -55,14 +54,10 @@ class Asked(NamedTuple):
 
 
 class Full(NamedTuple):
-    """Full-precision tokens: key and value [R, n, D] with dense rows; ``columns`` of a tile; ``pieces`` of a row."""
+    """Full-precision tokens: key and value [R, n, D] with dense rows, D, columns of a tile, whether to use float32."""
 
     key: Any
     value: Any
-    key_stride: Any
-    value_stride: Any
-    length: Any
-    pieces: Any
     dim: Any
     columns: Any
     exact: Any
@@ -79,20 +74,21 @@ def finish(scores, bias, seen, ask, masked: tl.constexpr):
 
 
 @triton.jit
-def full_piece(row, first, span, number, ask, full, left):
-    """Softmax over full-precision tokens ``first`` to ``first + span`` of a row."""
+def full_piece(row, first, last, number, queries, length, key_step, value_step, ask, full, left):
+    """Softmax over full-precision tokens ``first`` to ``last`` of a row; keys of rows are ``key_step`` tokens apart."""
     d = tl.arange(0, full.columns)
     q = tl.program_id(1) * ask.block + tl.arange(0, ask.block)
-    real, inside = q < ask.queries, d < full.dim
+    real, inside = q < queries, d < full.dim
     both = real[:, None] & inside[None, :]
-    query = tl.load(ask.query + (row * ask.queries + q)[:, None] * full.dim + d[None, :], mask=both, other=0.0)
+    query = tl.load(ask.query + (row * queries + q)[:, None] * full.dim + d[None, :], mask=both, other=0.0)
     top = tl.full((ask.block,), LEAST, tl.float32)
     total = tl.zeros((ask.block,), tl.float32)
     acc = tl.zeros((ask.block, full.columns), tl.float32)
-    key, value = full.key + row.to(tl.int64) * full.key_stride, full.value + row.to(tl.int64) * full.value_stride
-    for at in range(first, tl.minimum(first + span, full.length), PAGE):
+    key = full.key + row.to(tl.int64) * key_step * full.dim
+    value = full.value + row.to(tl.int64) * value_step * full.dim
+    for at in range(first, tl.minimum(last, length), PAGE):
         t = at + tl.arange(0, PAGE)
-        there = t < full.length
+        there = t < length
         where, mask = t[:, None] * full.dim + d[None, :], there[:, None] & inside[None, :]
         keys = tl.load(key + where, mask=mask, other=0.0)
         if full.exact:
@@ -100,10 +96,10 @@ def full_piece(row, first, span, number, ask, full, left):
         else:
             scores = tl.dot(query.to(keys.dtype), tl.trans(keys))
         seen = real[:, None] & there[None, :]
-        bias = ask.bias + (row * ask.queries + q).to(tl.int64)[:, None] * full.length + t[None, :]
+        bias = ask.bias + (row * queries + q).to(tl.int64)[:, None] * length + t[None, :]
         scores = finish(scores, bias, seen, ask, ask.masked)
         if ask.scored:
-            to = left.scores + (row * full.length + t).to(tl.int64)[None, :] * ask.queries + q[:, None]
+            to = left.scores + (row * length + t).to(tl.int64)[None, :] * queries + q[:, None]
             tl.store(to, scores, mask=seen)
         probs, factor, top, total = online_softmax(scores, top, total)
         values = tl.load(value + where, mask=mask, other=0.0)
@@ -112,7 +108,7 @@ def full_piece(row, first, span, number, ask, full, left):
         else:
             more = tl.dot(probs.to(values.dtype), values)
         acc = acc * factor[:, None] + more
-    to = number * ask.queries + q
+    to = number * queries + q
     tl.store(left.top + to, top, mask=real)
     tl.store(left.total + to, total, mask=real)
     tl.store(left.out + to[:, None] * full.dim + d[None, :], acc, mask=both)
@@ -155,17 +151,17 @@ def weigh_values(acc, offsets, probs, factor, codes, stored, token, there, gain,
 
 
 @triton.jit
-def packed_piece(row, page, pages, token, low, number, ask, stored, keys, values, turn, left):
+def packed_piece(row, page, pages, token, low, number, queries, ask, stored, keys, values, turn, left):
     """Softmax over some pages of a row, whose first token is ``token``, the ``low``-th of the low tier."""
     q = tl.program_id(1) * ask.block + tl.arange(0, ask.block)
-    real = q < ask.queries
+    real = q < queries
     if turn.on:
         channel = tl.arange(0, turn.tile)
-        where = (row * ask.queries + q)[:, None] * keys.dim + channel[None, :]
+        where = (row * queries + q)[:, None] * keys.dim + channel[None, :]
         mask = real[:, None] & (channel < keys.dim)[None, :]
         query = tl.load(ask.query + where, mask=mask, other=0.0).to(keys.short)
     else:
-        query = load_rows(ask.rotated + (row * ask.queries + q) * keys.dim, real, tl.load(stored.limits), keys)
+        query = load_rows(ask.rotated + (row * queries + q) * keys.dim, real, tl.load(stored.limits), keys)
     top = tl.full((ask.block,), LEAST, tl.float32)
     total = tl.zeros((ask.block,), tl.float32)
     acc, offsets, gain = (), (), tl.load(stored.limits + 1)
@@ -184,7 +180,7 @@ def packed_piece(row, page, pages, token, low, number, ask, stored, keys, values
             codes = load_codes(stored.key_codes, stored.low_key_codes, high, low, many, count, keys)
             scores = page_scores(query, codes, stored, at, keys)
         seen = real[:, None] & there[None, :]
-        beside = t.to(tl.int64)[None, :] * ask.queries + q[:, None]
+        beside = t.to(tl.int64)[None, :] * queries + q[:, None]
         scores = finish(scores, ask.packed_bias + beside, seen, ask, ask.packed_masked)
         if ask.scored:
             tl.store(left.packed_scores + beside, scores, mask=seen)
@@ -193,7 +189,7 @@ def packed_piece(row, page, pages, token, low, number, ask, stored, keys, values
         acc, offsets = weigh_values(acc, offsets, probs, factor, codes, stored, token, there, gain, values)
         token += count
         low += few
-    to = number * ask.queries + q
+    to = number * queries + q
     tl.store(left.top + to, top, mask=real)
     tl.store(left.total + to, total, mask=real)
     columns = tl.arange(0, values.tile)
@@ -203,20 +199,25 @@ def packed_piece(row, page, pages, token, low, number, ask, stored, keys, values
         tl.store(left.out + to[:, None] * values.dim + f * values.width + columns[None, :], out, mask=mask)
 
 
-@triton.jit
-def attend_kernel(ask, full, stored, keys, values, turn, cut, most, rows, span, left):
-    """Softmax of each piece: those of full-precision tokens first, then those of packed tokens, ``cut`` [5, most].
+@triton.jit(do_not_specialize=["most", "rows", "span", "pieces", "queries", "length", "key_step", "value_step"])
+def attend_kernel(
+    ask, full, stored, keys, values, turn, left, cut, most, rows, span, pieces, queries, length, key_step, value_step
+):
+    """Softmax of each piece: ``pieces`` a row of full-precision tokens, then those of packed tokens, ``cut`` [5, most].
 
+    Numbers that change from step to step are not specialised, or each would have to be compiled for.
     Grid: pieces, blocks of queries.
     """
     number = tl.program_id(0)
-    ahead = rows * full.pieces
+    ahead = rows * pieces
     if number < ahead:
-        row = number // full.pieces
-        full_piece(row, (number % full.pieces) * span * PAGE, span * PAGE, number, ask, full, left)
+        row = number // pieces
+        first = (number % pieces) * span * PAGE
+        last = first + span * PAGE
+        full_piece(row, first, last, number, queries, length, key_step, value_step, ask, full, left)
     else:
         piece = cut + number - ahead
-        row, page, pages = tl.load(piece), tl.load(piece + most), tl.load(piece + 2 * most)
+        row, page, count = tl.load(piece), tl.load(piece + most), tl.load(piece + 2 * most)
         token, low = tl.load(piece + 3 * most), tl.load(piece + 4 * most)
-        if pages > 0:
-            packed_piece(row, page, pages, token, low, number, ask, stored, keys, values, turn, left)
+        if count > 0:
+            packed_piece(row, page, count, token, low, number, queries, ask, stored, keys, values, turn, left)

@@ -46,7 +46,7 @@ def fold_pieces(first, last, base, q, queries, d, left, dim: tl.constexpr, at_on
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pieces", "queries"])
 def merge_kernel(
     out,
     top_out,
@@ -81,7 +81,7 @@ def merge_kernel(
     tl.store(total_out + where, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "per_row", "queries"])
 def mass_kernel(
     mass, scores, weights, row_of, top, total, tokens, per_row, queries, block: tl.constexpr, at_once: tl.constexpr
 ):

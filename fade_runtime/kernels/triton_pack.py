@@ -90,7 +90,7 @@ def pack_keys_kernel(
     store_codes(codes, x, scale, zero, first, there, dim, bits, levels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def pack_values_kernel(
     value,
     codes,

@@ -44,6 +44,7 @@ class _Target:
         return 0
 
 
+binaries: set[int] = set()  # that were compiled
 Compiled = dict[str, tuple[int, int, float]]  # registers, bytes of stack, KiB of shared memory
 
 
@@ -60,6 +61,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiled:
         used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
         mine = used["REG"], used["STACK"] + used["LOCAL"], binary.metadata.shared / 1024
         name = kernel.fn.__name__
+        binaries.add(id(binary))
         found[name] = tuple(max(pair) for pair in zip(mine, found.get(name, mine)))
 
     for module in (triton, triton_pack):
@@ -75,19 +77,20 @@ def _attend(
     kind: str = "plain",
     everything: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 70,
+    window: int = 132,
 ) -> None:
     """Compile what one decode step launches, as the launch table says; everything: statistics, biases, a cap."""
     driver.set_active(_Target(capability))
-    low = None if kind == "plain" else torch.arange(70) % 2 == 0
-    rows = torch.zeros(70, dtype=torch.long)
-    packed = pack_tokens(
-        torch.randn(70, dim), torch.randn(70, dim), rows, torch.arange(70), None, low=low, bits=Bits(*bits)
-    )
-    part = Part(packed, bias=torch.zeros(70, 8) if everything else None)
+    slots = torch.arange(tokens)
+    low = None if kind == "plain" else slots % 2 == 0
+    body = torch.randn(2, tokens, dim)
+    packed = pack_tokens(body[0], body[1], torch.zeros_like(slots), slots, None, low=low, bits=Bits(*bits))
+    part = Part(packed, bias=torch.zeros(tokens, 8) if everything else None)
     if kind == "turned":
-        part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), torch.arange(70), part.bias)
-    full = torch.randn(3, 1, 132, dim).to(dtype)
-    weights, bias = (torch.ones(8), torch.zeros(1, 8, 132)) if everything else (None, None)
+        part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), slots, part.bias)
+    full = torch.randn(3, 1, window, dim).to(dtype)
+    weights, bias = (torch.ones(8), torch.zeros(1, 8, window)) if everything else (None, None)
     how = launches.choose("none", dim, bits[0], triton.kind_of(part, dtype))
     triton.fused(full[0, :, :8], full[1], full[2], part, weights, bias, 30.0 if everything else None, how)
 
@@ -119,6 +122,15 @@ def test_attention_stays_within_registers_and_shared_memory(name: str, compiled:
         assert compiled[other][0] <= 96
         assert compiled[other][1] == 0
         assert compiled[other][2] <= 4
+
+
+@pytest.mark.usefixtures("compiled")
+def test_nothing_is_compiled_again_while_the_text_grows() -> None:
+    _attend(90, 64, everything=True)
+    before = set(binaries)
+    for tokens, window in ((1, 133), (64, 144), (1024, 1), (128, 64), (1040, 128)):
+        _attend(90, 64, everything=True, tokens=tokens, window=max(window, 8))
+    assert binaries == before
 
 
 @pytest.mark.parametrize(("target", "dim"), [(80, 64), (90, 128), (100, 128), (90, 96), (90, 256)], ids=str)
