@@ -135,11 +135,11 @@ def attend(
         return reference.attend(query, key, value, parts, weights, bias, softcap)
     rows, queries, dim = query.shape
     full, tokens = key.shape[1], 0
-    keys, values = _rows(key), _rows(value)
-    given = _dense(query), keys, values, _dense(bias), _dense(weights)
-    out, mass, masses = _empty(rows, queries, dim), None, []
+    asked, keys, values = query.float().contiguous(), _rows(key), _rows(value)
+    given = asked, keys, values, _dense(bias), _dense(weights)
+    out, mass, masses = torch.empty_like(asked), None, []
     if weights is not None:
-        mass, masses = _empty(rows, full), [_empty(each.tokens) for each in stored]
+        mass, masses = asked.new_empty(rows, full), [asked.new_empty(each.tokens) for each in stored]
     biases = [_dense(part.bias) for part in parts]
     described = (_Packed * len(parts))(*(each.struct for each in stored))
     for one, each, own, received in zip_longest(described, stored, biases, masses):
@@ -192,10 +192,6 @@ def _fits(packed: PackedTokens) -> bool:
     return same and dim % 16 == 0 and dim // groups % 8 == 0
 
 
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
@@ -207,7 +203,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
 def _rows(x: Tensor) -> Tensor:
     """[R, n, D] float32 whose rows are dense."""
     x = x.float()
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+    return x if x.is_contiguous() or x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def self_test() -> None:
