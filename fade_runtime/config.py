@@ -133,7 +133,7 @@ class FadeConfig:
     spill: str = "none"
     spill_dir: str | Path | None = None
     spill_limit: int | None = None
-    monitor_every: int = 32
+    monitor_every: int = 64
     kl_target: float = 0.05
     kl_alarm: float = 0.1
     compression: str = "on"

@@ -313,20 +313,23 @@ def true_attention(layer: TieredLayer, asked: Asked) -> tuple[Tensor, Tensor | N
         softcap=asked.softcap,
     )
     assert to_full is not None
-    attention = to_full.new_zeros(rows, store.seen)
-    scores = torch.zeros_like(attention)
+    scored = full.state is not None
+    attention, scores = to_full.new_zeros(2, rows * store.seen)
     gone = torch.zeros_like(attention, dtype=torch.bool)
+    first = torch.arange(rows, device=attention.device)[:, None] * store.seen
     slots = full.slots.clamp(min=0).long().repeat_interleave(store.heads, 0)  # [R, n]
     real = (full.slots >= store.pad[:, None]).repeat_interleave(store.heads, 0)
-    attention.scatter_add_(1, slots, torch.where(real, to_full.flatten(0, 1), 0.0))
-    if full.state is not None:
-        mine = layer.policy.score(full.state.flatten(0, 1), slots, store.seen, layer.prompt)
-        scores.scatter_add_(1, slots, torch.where(real, mine, 0.0))
+    state = None if full.state is None else full.state.flatten(0, 1)[real]
+    found = [((first + slots)[real], to_full.flatten(0, 1)[real], slots[real], state, False)]
     spilled = {id(tokens) for tokens in store.back}
     for tokens, mass in zip((body for body in store.body() if len(body)), to_parts):
-        at = tokens.token_row(), tokens.slots()
-        attention[at] = mass
-        gone[at] = id(tokens) in spilled
-        if tokens.state is not None:
-            scores[at] = layer.policy.score(tokens.state, at[1], store.seen, layer.prompt)
-    return attention, None if full.state is None else scores, gone
+        at = tokens.slots()
+        found.append((tokens.token_row() * store.seen + at, mass, at, tokens.state, id(tokens) in spilled))
+    for index, mass, at, state, away in found:
+        attention.index_copy_(0, index, mass)
+        if state is not None:
+            scores.index_copy_(0, index, layer.policy.score(state, at, store.seen, layer.prompt))
+        if away:
+            gone.index_fill_(0, index, True)
+    shape = rows, store.seen
+    return attention.view(shape), scores.view(shape) if scored else None, gone.view(shape)

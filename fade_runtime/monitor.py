@@ -32,54 +32,45 @@ class Look:
     recall: Tensor
 
 
-def forecast_attention(
-    attention: Tensor, gone: Tensor, scores: Tensor | None, floor: float = FLOOR
+def eviction_kl(
+    attention: Tensor, gone: Tensor, scores: Tensor | None, floor: float = FLOOR, block: int = BLOCK
 ) -> Tensor:
-    """What a cache takes attention to be: true among kept tokens, and on evicted ones what the policy expects.
+    """KL(true attention over blocks || forecast) in nats.
+
+    The forecast gives evicted tokens together the share of all scores that they have, and each its share of it; the
+    rest goes to kept tokens as the cache's own attention has it. The evicted tokens of a block are pooled by
+    themselves, so that what a block loses cannot hide behind what is kept of it.
 
     Args:
         attention: [..., S] true attention, which sums to 1. gone: [..., S] bool, evicted tokens.
         scores: [..., S] shares of attention that the policy expects, of any sum; None: it expects none on evicted ones.
-        floor: least share on all evicted tokens together, spread evenly.
+        floor: least share on all evicted tokens together, spread evenly. block: tokens pooled together.
 
     Returns:
-        [..., S], which sums to 1; ``attention`` itself where nothing is gone.
-
-    Example:
-        >>> true, gone = torch.tensor([.6, .2, .2]), torch.tensor([False, False, True])
-        >>> forecast_attention(true, gone, torch.tensor([1., 0., 1.]), floor=0.)
-        tensor([0.3750, 0.1250, 0.5000])
-    """
-    zeros = torch.zeros_like(attention)
-    expected = zeros if scores is None else torch.where(gone, scores, zeros)
-    everything = zeros.sum(-1, keepdim=True) if scores is None else scores.sum(-1, keepdim=True)
-    expected = expected / everything.clamp(min=torch.finfo(attention.dtype).tiny)
-    count = gone.sum(-1, keepdim=True)
-    expected = (1 - floor) * expected + floor * gone.to(expected) / count.clamp(min=1)
-    kept = torch.where(gone, zeros, attention)
-    share = kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
-    return torch.where(count > 0, expected + (1 - expected.sum(-1, keepdim=True)) * share, attention)
-
-
-def block_kl(true: Tensor, forecast: Tensor, gone: Tensor | None = None, block: int = BLOCK) -> Tensor:
-    """KL(true || forecast) [...] in nats between two distributions [..., S], pooled to blocks of tokens.
-
-    The evicted tokens of a block, ``gone`` [..., S] bool, are pooled by themselves: what a block loses must not hide
-    behind what is kept of it.
+        [...], 0 where nothing is gone.
 
     Source: Yang et al. 2025, AttentionPredictor (arXiv 2502.04077), which compares attention over blocks; here the
     forecast is completed by the cache's own attention, so that the divergence is that of what eviction changed.
 
     Example:
-        >>> block_kl(torch.tensor([.5, 0., .5, 0.]), torch.tensor([0., .25, .5, .25]), block=2)
-        tensor(0.1438)
+        >>> true, gone = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([False, True, False])
+        >>> eviction_kl(true, gone, true, floor=0.0).item(), eviction_kl(true, gone, None, floor=0.01)
+        (0.0, tensor(0.5965))
     """
-    extra = -true.shape[-1] % block
-    masks = [torch.ones_like(true)] if gone is None else [~gone, gone]
-    cells = [[torch.nn.functional.pad(each * mask, (0, extra)) for mask in masks] for each in (true, forecast)]
-    p, q = (torch.cat(each, -1).unflatten(-1, (-1, block)).sum(-1) for each in cells)
-    tiny = torch.finfo(p.dtype).tiny
-    return (p * (p.clamp(min=tiny) / q.clamp(min=tiny)).log()).sum(-1).clamp(min=0)
+    tiny = torch.finfo(attention.dtype).tiny
+    lost, count = _pooled(attention * gone, block), _pooled(gone.to(attention), block)
+    expected = floor * count / count.sum(-1, keepdim=True).clamp(min=1)
+    if scores is not None:
+        total = scores.sum(-1, keepdim=True).clamp(min=tiny)
+        expected = expected + (1 - floor) * _pooled(scores * gone, block) / total
+    kept, left = ((1 - each.sum(-1)).clamp(min=tiny) for each in (lost, expected))
+    split = (lost * (lost.clamp(min=tiny) / expected.clamp(min=tiny)).log()).sum(-1)
+    return torch.where(count.sum(-1) > 0, (kept * (kept / left).log() + split).clamp(min=0), 0.0)
+
+
+def _pooled(x: Tensor, block: int) -> Tensor:
+    """Sums [..., N] of blocks of [..., S]."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
 
 
 def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, top: int = TOP) -> Look:
@@ -97,8 +88,8 @@ def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, 
         (0.5, 0.5, 1.6)
     """
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
-    kl = block_kl(attention, forecast_attention(attention, gone, scores), gone)
+    kl = eviction_kl(attention, gone, scores)
     best = attention.topk(min(top, attention.shape[-1])).indices
     recall = (~gone.gather(-1, best)).float().mean(-1)
-    recovery = 1 - torch.where(gone, attention, 0.0).sum(-1)
+    recovery = 1 - (attention * gone).sum(-1)
     return Look(kl.view(-1, heads).amax(0), recovery.view(-1, heads).amin(0), recall.view(-1, heads).amin(0))

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipelines import cli
 from pipelines.bench_gpu import gpu
+from pipelines.bench_guard import guard
 from pipelines.bench_memory import memory
 from pipelines.bench_prefill import prefill
 from pipelines.bench_profile import profile
@@ -159,6 +160,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "profile": profile,
     "gpu": gpu,
     "tune": tune,
+    "guard": guard,
 }
 
 

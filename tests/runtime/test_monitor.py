@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,54 +9,55 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 from torch import Tensor
 
-from fade_runtime.monitor import FLOOR, block_kl, forecast_attention, measure
+from fade_runtime.monitor import FLOOR, eviction_kl, measure
 
 
 def distributions(rows: int, length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, length, generator=generator).mul(2).softmax(-1)
+    return torch.randn(rows, length, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
 
 
-@pytest.mark.parametrize(("rows", "length", "block"), [(1, 1, 16), (3, 16, 16), (2, 63, 16), (5, 111, 7)])
-def test_block_kl_is_the_relative_entropy_of_pooled_shares(rows: int, length: int, block: int) -> None:
-    true, forecast = distributions(rows, length, 0), distributions(rows, length, 1)
-    expected = [
-        sum(
-            rel_entr(p[at : at + block].sum(), q[at : at + block].sum())
-            for at in range(0, length, block)
-        )
-        for p, q in zip(true.double().numpy(), forecast.double().numpy())
-    ]
-    np.testing.assert_allclose(block_kl(true, forecast, block=block), expected, rtol=1e-4, atol=1e-6)
+def expected_kl(attention: Tensor, gone: Tensor, scores: Tensor | None, floor: float, block: int) -> float:
+    """One row: write the forecast down token by token, pool kept and evicted tokens of each block, ask scipy."""
+    length = len(attention)
+    out = [s for s in range(length) if gone[s]]
+    total = 1.0 if scores is None else float(scores.sum())
+    share = {s: 0.0 if scores is None else float(scores[s]) / total for s in out}
+    share = {s: (1 - floor) * each + floor / len(out) for s, each in share.items()}
+    kept = {s: float(attention[s]) for s in range(length) if not gone[s]}
+    left = 1 - sum(share.values())
+    forecast = {**share, **{s: left * each / sum(kept.values()) for s, each in kept.items()}}
+    cells: dict[tuple[int, bool], list[float]] = {}
+    for s in range(length):
+        cell = cells.setdefault((s // block, bool(gone[s])), [0.0, 0.0])
+        cell[0] += float(attention[s])
+        cell[1] += forecast[s]
+    return float(sum(rel_entr(p, q) for p, q in cells.values()))
 
 
-@pytest.mark.parametrize("floor", [0.0, FLOOR])
-def test_forecast_attention_against_a_loop(floor: float) -> None:
-    attention, scores = distributions(4, 37, 0).double(), distributions(4, 37, 1).double() * 3
-    gone = torch.rand(4, 37, generator=torch.Generator().manual_seed(2)) < 0.4
-    got = forecast_attention(attention, gone, scores, floor)
-    for row in range(4):
-        expected = {s: float(scores[row, s] / scores[row].sum()) for s in range(37) if gone[row, s]}
-        expected = {s: (1 - floor) * share + floor / len(expected) for s, share in expected.items()}
-        kept = [s for s in range(37) if not gone[row, s]]
-        left, all_kept = 1 - sum(expected.values()), sum(float(attention[row, s]) for s in kept)
-        expected |= {s: left * float(attention[row, s]) / all_kept for s in kept}
-        np.testing.assert_allclose(got[row], [expected[s] for s in range(37)], rtol=1e-9)
+@pytest.mark.parametrize("scored", [True, False], ids=["scores", "none"])
+@pytest.mark.parametrize("floor", [0.1, FLOOR])
+@pytest.mark.parametrize(("length", "block"), [(2, 16), (16, 16), (63, 16), (111, 7)])
+def test_divergence_against_a_loop_and_scipy(length: int, block: int, floor: float, scored: bool) -> None:
+    attention, scores = distributions(3, length, 0), distributions(3, length, 1) * 3
+    gone = torch.rand(3, length, generator=torch.Generator().manual_seed(2)) < 0.4
+    gone[:, -1] = False
+    got = eviction_kl(attention, gone, scores if scored else None, floor, block)
+    for row in range(3):
+        expected = expected_kl(attention[row], gone[row], scores[row] if scored else None, floor, block)
+        assert float(got[row]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(length=st.integers(1, 90), seed=st.integers(0, 99), share=st.floats(0, 1))
-def test_a_forecast_is_a_distribution_and_its_divergence_not_negative(length: int, seed: int, share: float) -> None:
+def test_divergence_is_never_negative_and_zero_where_nothing_is_gone(length: int, seed: int, share: float) -> None:
     attention, scores = distributions(3, length, seed), distributions(3, length, seed + 1)
     gone = torch.rand(3, length, generator=torch.Generator().manual_seed(seed)) < share
     gone[:, -1] = False  # the newest token is always kept
     for expected in (scores, None):
-        forecast = forecast_attention(attention, gone, expected)
-        assert torch.allclose(forecast.sum(-1), torch.ones(3), atol=1e-5)
-        assert bool((forecast >= 0).all())
-        pooled, split = block_kl(attention, forecast), block_kl(attention, forecast, gone)
-        assert bool((0 <= pooled).all())
-        assert bool((pooled <= split + 1e-6).all())  # finer cells show more
-    assert torch.equal(forecast_attention(attention, gone & False, scores), attention)
+        coarse, fine = (eviction_kl(attention, gone, expected, block=block) for block in (16, 4))
+        assert bool((0 <= coarse).all())
+        assert bool((coarse <= fine + 1e-5).all())  # finer blocks show more
+    assert not bool(eviction_kl(attention, gone & False, scores).any())
 
 
 def test_a_right_forecast_has_no_divergence_and_a_wrong_one_much() -> None:
