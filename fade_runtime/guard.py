@@ -1,7 +1,7 @@
 """The guard of a cache: it looks at true attention while decoding, and takes evictions back when the forecast failed.
 
 Levels: a kv head whose divergence stays high gets everything back and keeps it ("raised"); so does its whole layer once
-half of its heads are raised, and the whole cache ("full") once a quarter of all heads are. A raised head is watched on
+half of its heads are raised, and the whole cache ("full") once a fifth of all heads are. A raised head is watched on
 as if it evicted what its policy would evict, and is put back to its budget when that has been harmless for a while.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fade_runtime.attention import tiered_attention
 from fade_runtime.config import FadeConfig
-from fade_runtime.monitor import QUERIES, Look, measure
+from fade_runtime.monitor import QUERIES, Look, measure, worst
 from fade_runtime.spill import Spill
 from fade_runtime.tiers import Tier
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 GAIN = 0.5  # weight of one query's divergence in the running average
 CALM = 4  # looks below the target after which a raised head goes back to its budget
-LAYER, CACHE = 0.5, 0.25  # shares of raised heads from which the layer, and the cache, are raised
+TOGETHER = 4  # queries of a later call whose attention is averaged
+LAYER, CACHE = 0.5, 0.2  # shares of raised heads from which the layer, and the cache, are raised
 
 
 class Asked(NamedTuple):
@@ -108,7 +109,7 @@ class Guard:
         return self.watches[-1]
 
     def escalate(self) -> None:
-        """Raise everything once a quarter of the heads is raised."""
+        """Raise everything once a fifth of the heads is raised."""
         heads = [head for watch in self.watches for head in watch.raised]
         if sum(heads) >= CACHE * max(len(heads), 1) and all(watch.raised for watch in self.watches):
             self.rollbacks += 1
@@ -218,13 +219,14 @@ class Watch:
     def _look(self, layer: TieredLayer, upto: int, plan: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
         started = time.perf_counter()
         assert self.asked is not None
-        attention, scores, gone = true_attention(layer, self.asked)
+        together = QUERIES if plan is not None else TOGETHER  # a question's few words, but a prompt's end as a whole
+        attentions, scores, gone = true_attention(layer, self.asked, together)
         if plan is None and any(self.raised):
             plan = layer.virtual_plan()
         if plan is not None:
             rows, slots, tiers = plan
             gone[rows, slots] = tiers == Tier.EVICTED
-        look = measure(attention, gone, scores, layer.tokens.heads)
+        look = worst([measure(attention, gone, scores, layer.tokens.heads) for attention in attentions])
         restored, action = self._follow(layer, look, self.asked.query.shape[2])
         guard, ms = self.guard, 1e3 * (time.perf_counter() - started)
         self._looked = layer.seen
@@ -292,44 +294,51 @@ class Watch:
         return restored
 
 
-def true_attention(layer: TieredLayer, asked: Asked) -> tuple[Tensor, Tensor | None, Tensor]:
+def true_attention(
+    layer: TieredLayer, asked: Asked, together: int = QUERIES
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
     """Attention of a layer's newest queries over all its tokens, the spilled ones included.
 
     Returns:
-        [R, S] share of attention that each slot received, the mean of the queries and of their group; [R, S] the
-        policy's scores, None if it has none that are shares; [R, S] bool, tokens that are spilled.
+        for each ``together`` queries, [R, S] share of attention that each slot received, the mean of those queries
+        and of their group; [R, S] the policy's scores, None if it has none that are shares; [R, S] bool, spilled.
     """
     store = layer.tokens.whole()
     query, full, parts = layer.positions.read(store, asked.query)
     steps, rows = query.shape[2], len(store.pad) * store.heads
-    _, to_full, to_parts = tiered_attention(
-        query,
-        full,
-        parts,
-        scaling=asked.scaling,
-        first=store.seen - steps,
-        mask=asked.mask,
-        weights=query.new_full((steps,), 1 / steps, dtype=torch.float32),
-        softcap=asked.softcap,
-    )
-    assert to_full is not None
-    scored = full.state is not None
-    attention, scores = to_full.new_zeros(2, rows * store.seen)
-    gone = torch.zeros_like(attention, dtype=torch.bool)
-    first = torch.arange(rows, device=attention.device)[:, None] * store.seen
+    masses: list[tuple[Tensor, list[Tensor]]] = []
+    for at in range(0, steps, together):
+        some = query[:, :, at : at + together]
+        _, to_full, to_parts = tiered_attention(
+            some,
+            full,
+            parts,
+            scaling=asked.scaling,
+            first=store.seen - steps + at,
+            mask=None if asked.mask is None else asked.mask[:, :, at : at + together],
+            weights=query.new_full((some.shape[2],), 1 / some.shape[2], dtype=torch.float32),
+            softcap=asked.softcap,
+        )
+        assert to_full is not None
+        masses.append((to_full, to_parts))
+    first = torch.arange(rows, device=query.device)[:, None] * store.seen
     slots = full.slots.clamp(min=0).long().repeat_interleave(store.heads, 0)  # [R, n]
     real = (full.slots >= store.pad[:, None]).repeat_interleave(store.heads, 0)
     state = None if full.state is None else full.state.flatten(0, 1)[real]
-    found = [((first + slots)[real], to_full.flatten(0, 1)[real], slots[real], state, False)]
+    places = [((first + slots)[real], slots[real], state, False)]
     spilled = {id(tokens) for tokens in store.back}
-    for tokens, mass in zip((body for body in store.body() if len(body)), to_parts):
-        at = tokens.slots()
-        found.append((tokens.token_row() * store.seen + at, mass, at, tokens.state, id(tokens) in spilled))
-    for index, mass, at, state, away in found:
-        attention.index_copy_(0, index, mass)
+    for tokens in (body for body in store.body() if len(body)):
+        at_slot = tokens.slots()
+        places.append((tokens.token_row() * store.seen + at_slot, at_slot, tokens.state, id(tokens) in spilled))
+    scores, *attentions = torch.zeros(1 + len(masses), rows * store.seen, device=query.device)
+    gone = torch.zeros_like(scores, dtype=torch.bool)
+    for number, (index, at_slot, state, away) in enumerate(places):
+        for attention, (to_full, to_parts) in zip(attentions, masses):
+            attention.index_copy_(0, index, to_parts[number - 1] if number else to_full.flatten(0, 1)[real])
         if state is not None:
-            scores.index_copy_(0, index, layer.policy.score(state, at, store.seen, layer.prompt))
+            scores.index_copy_(0, index, layer.policy.score(state, at_slot, store.seen, layer.prompt))
         if away:
             gone.index_fill_(0, index, True)
     shape = rows, store.seen
-    return attention.view(shape), scores.view(shape) if scored else None, gone.view(shape)
+    expected = None if full.state is None else scores.view(shape)
+    return [each.view(shape) for each in attentions], expected, gone.view(shape)

@@ -6,6 +6,7 @@ forecast of attention. The monitor looks at true attention, over evicted tokens 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 BLOCK = 16  # tokens pooled together
 FLOOR = 0.01  # share of attention that evicted tokens may receive under any forecast
 TOP = 64  # tokens that recall asks for
-QUERIES = 16  # newest queries of a call that are looked at
+QUERIES = 32  # newest queries of a call that are looked at
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,12 @@ def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, 
     recall = (~gone.gather(-1, best)).float().mean(-1)
     recovery = 1 - (attention * gone).sum(-1)
     return Look(kl.view(-1, heads).amax(0), recovery.view(-1, heads).amin(0), recall.view(-1, heads).amin(0))
+
+
+def worst(looks: Sequence[Look]) -> Look:
+    """The largest divergence and the least recovery and recall of each kv head."""
+    return Look(
+        torch.stack([look.kl for look in looks]).amax(0),
+        torch.stack([look.recovery for look in looks]).amin(0),
+        torch.stack([look.recall for look in looks]).amin(0),
+    )
