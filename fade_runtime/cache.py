@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fade_runtime import hf
+from fade_runtime import hf, redecode
 from fade_runtime.config import FadeConfig
 from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
@@ -277,6 +277,8 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     tiered = sum(map(hf.can_tier, stock))
     memory = None if config.memory is None else _controller(model, config, policy, seen, tiered)
     guard = None if config.guard == "off" else Guard(config, tiered)
+    if config.on_rollback == "redecode":
+        redecode.attach(model, all(map(hf.can_tier, stock)))
     layers = [
         TieredLayer(
             config,

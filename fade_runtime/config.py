@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fade_runtime.memory import parsed
+from fade_runtime.options import TOP_K, check_together, whole
 from fade_runtime.packed import Bits
 from fade_runtime.policy import POLICIES
 from fade_runtime.tiers import Tier
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
     from fade_runtime.pq import CodebookSet
     from predictor.bundle import Predictor
 
-TOP_K = "topk"
 CHOICES = {
     "phase": (None, "1a", "1b", "2"),
     "low_tier": ("int2", "pq"),
     "positions": ("original", "streaming"),
     "guard": ("off", "warn", "rollback"),
     "spill": ("none", "host", "disk"),
+    "on_rollback": ("continue", "redecode"),
     "compression": ("on", "off"),
 }
 
@@ -86,6 +85,8 @@ class FadeConfig:
         monitor_every: decode steps in which the guard looks at each layer once.
         kl_target: a kv head whose KL(true attention over blocks || forecast) stays below goes back to its budget.
         kl_alarm: one above it has failed.
+        on_rollback: "continue" with the text as it is, or "redecode": drop the tokens generated since all layers were
+            last found in order, and decode them again (:mod:`fade_runtime.redecode`).
         compression: "off": this cache keeps everything exact, for requests that must not be risked.
         strict: refuse a predictor or codebook that was trained for another model; with False, warn.
         phase: FADE's name for a stage: "1a" and "1b" evict nothing, "2" evicts; None: the budgets say it.
@@ -136,6 +137,7 @@ class FadeConfig:
     monitor_every: int = 64
     kl_target: float = 0.05
     kl_alarm: float = 0.1
+    on_rollback: str = "continue"
     compression: str = "on"
     strict: bool = True
     phase: str | None = None
@@ -145,7 +147,7 @@ class FadeConfig:
         wholes = ("n_sink", 0), ("recent_window", 1), ("reassign_every", 1), ("assist_tail", 1), ("monitor_every", 1)
         for name, least in wholes:
             value = getattr(self, name)
-            if not _whole(value) or value < least:
+            if not whole(value) or value < least:
                 raise FadeError(f"{name} {value!r} is not a whole number of at least {least}")
         for name, choices in (*CHOICES.items(), ("eviction_policy", tuple(POLICIES))):
             if getattr(self, name) not in choices:
@@ -156,120 +158,7 @@ class FadeConfig:
         for name in ("recover", "frequent_share", "local_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise FadeError(f"{name} {getattr(self, name)!r} is not a share in (0, 1]")
-        self._check_bits()
-        self._check_budgets()
-        self._check_parts()
-        self._check_guard()
-
-    def _check_bits(self) -> None:
-        for name in ("middle_k_bits", "middle_v_bits", "low_k_bits", "low_v_bits"):
-            value = getattr(self, name)
-            if value not in (2, 4, 8) and (name, value) != ("low_k_bits", None):
-                raise FadeError(f"{name} {value!r} is not 2, 4 or 8")
-        bits = self.bits
-        for low, middle, name in ((bits.low_key, bits.key, "k"), (bits.low_value, bits.value, "v")):
-            if self.has_low_tier and low > middle:
-                raise FadeError(
-                    f"low_{name}_bits {low} is more than middle_{name}_bits {middle}; demotion only takes bits away"
-                )
-        if bits.key == 2 or (self.has_low_tier and self.low_tier == "int2" and bits.low_key == 2):
-            warnings.warn(
-                "2-bit keys cost much quality: K2V2 measured KL .063 to .23 on SmolLM2-135M where K4V2 has .014; "
-                "use 4-bit keys (the default)",
-                stacklevel=4,
-            )
-
-    def _check_budgets(self) -> None:
-        _check_budget("int4_budget", self.int4_budget, TOP_K)
-        _check_budget("low_budget", self.low_budget)
-        if isinstance(self.int4_budget, int) and isinstance(self.low_budget, int):
-            total = self.int4_budget + self.low_budget
-            if 0 < total < self.n_sink:
-                raise FadeError(
-                    f"a budget of {total} tokens is smaller than n_sink {self.n_sink}; raise it, or lower n_sink"
-                )
-        if self.int4_budget is None and self.low_budget != 0:
-            raise FadeError(
-                "int4_budget None takes every token, so low_budget has nothing to hold; give int4_budget (0 for none)"
-            )
-        self._check_memory()
-        if self.phase in ("1a", "1b") and self.ranks:
-            raise FadeError(
-                f"phase {self.phase!r} evicts nothing; leave int4_budget and memory at None, and fastgen out, or set "
-                "phase='2'"
-            )
-        for name in ("tau", "low_tau"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise FadeError(f"{name} {value!r} is not a share in (0, 1]")
-            if value is not None and value < 1 and self.int4_budget is None and self.memory is None:
-                raise FadeError(
-                    f"{name} {value!r} needs int4_budget, the most that a kv head may keep; try 1.0"
-                )
-            if value is not None and value < 1 and self.eviction_policy == "position":
-                raise FadeError(
-                    f"{name} {value!r} needs scores that are shares; eviction_policy 'position' has none"
-                )
-
-    def _check_memory(self) -> None:
-        if self.memory is None:
-            return
-        if isinstance(self.memory, str):
-            parsed(self.memory)
-        elif not (_whole(self.memory) and self.memory > 0) and not (
-            isinstance(self.memory, float) and 0 < self.memory <= 1
-        ):
-            raise FadeError(
-                f"memory {self.memory!r} is neither a number of bytes (above 0), nor a text such as '512MiB', nor a "
-                "share of the free device memory (a float in (0, 1])"
-            )
-        if self.int4_budget is not None or self.low_budget != 0:
-            raise FadeError("memory sets the budget itself; leave int4_budget and low_budget out, or leave memory out")
-
-    def _check_parts(self) -> None:
-        if self.eviction_policy == "learned" and self.predictor is None:
-            raise FadeError(
-                "eviction_policy 'learned' needs a predictor; give predictor='models:/NAME@champion' or a path"
-            )
-        if self.eviction_policy not in ("learned", "fastgen") and self.predictor is not None:
-            raise FadeError(
-                f"predictor is given but eviction_policy is {self.eviction_policy!r}; set eviction_policy='learned'"
-            )
-        if self.eviction_policy == "fastgen" and self.predictor is not None and not (self.int4_budget or self.memory):
-            raise FadeError("fastgen with a predictor raises learned budgets; set int4_budget, their mean (or memory)")
-        if self.eviction_policy == "fastgen" and min(self.shares) < 1:
-            raise FadeError("tau and low_tau share out scores by head, as fastgen does itself; leave them at None")
-        if self.assistant is not None and (self.eviction_policy == "position" or not self.ranks):
-            raise FadeError(
-                "assistant has a part in scores, and none decides here; set int4_budget, and not policy 'position'"
-            )
-        if isinstance(self.assistant, bool):
-            raise FadeError(f"assistant {self.assistant!r} is neither a model nor a number of layers")
-        if not 0.6 <= self.assist_weight <= 0.8:
-            raise FadeError(f"assist_weight {self.assist_weight!r} is not from 0.6 to 0.8")
-        if self.eviction_policy != "fastgen" and self.assistant is None and self.tokenizer is not None:
-            raise FadeError(
-                f"tokenizer is given but eviction_policy is {self.eviction_policy!r}, which reads no text; leave it out"
-            )
-        pq = self.has_low_tier and self.low_tier == "pq"
-        if pq and self.codebook is None:
-            raise FadeError(
-                "low_tier 'pq' needs a codebook; train one with `python -m pipelines.train_codebook`"
-            )
-        if not pq and self.codebook is not None:
-            raise FadeError("codebook is given but no low tier uses it; set low_tier='pq' and low_budget")
-
-    def _check_guard(self) -> None:
-        if not 0 < self.kl_target <= self.kl_alarm:
-            raise FadeError(f"kl_target {self.kl_target!r} is not in (0, kl_alarm {self.kl_alarm!r}]; lower it")
-        if self.spill != "none" and self.guard == "off":
-            raise FadeError(f"spill {self.spill!r} stores what a guard would restore; set guard='rollback' or 'warn'")
-        if (self.spill == "disk") != (self.spill_dir is not None):
-            raise FadeError("spill 'disk' and spill_dir go together; give both, or neither")
-        if self.spill_limit is not None and (not _whole(self.spill_limit) or self.spill_limit < 1):
-            raise FadeError(f"spill_limit {self.spill_limit!r} is not a whole number of bytes")
-        if self.spill_limit is not None and self.spill == "none":
-            raise FadeError("spill_limit is given but nothing is spilled; set spill='host' or 'disk'")
+        check_together(self)
 
     @property
     def bits(self) -> Bits:
@@ -375,24 +264,9 @@ class FadeConfig:
         return cls(int4_budget=budget, eviction_policy=policy, predictor=predictor).with_options(**options)
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _tokens(budget: int | float | str | None, seen: int) -> int:
     if budget is None:
         return seen
     if budget == TOP_K:
         return max(128, int(0.05 * seen))
     return int(budget * seen) if isinstance(budget, float) else int(budget)
-
-
-def _check_budget(name: str, budget: Any, *words: str) -> None:
-    if budget is None or budget in words:
-        return
-    if (_whole(budget) and budget >= 0) or (isinstance(budget, float) and 0 < budget <= 1):
-        return
-    raise FadeError(
-        f"{name} {budget!r} is neither a whole number of tokens (at least 0), nor a share of the context "
-        f"(a float in (0, 1]), nor {' nor '.join([*map(repr, words), 'None'])}"
-    )

@@ -84,6 +84,7 @@ class Guard:
         spill: where evicted tokens are, or None.
         rollbacks: times that heads, a layer or everything was raised. restored: tokens that came back.
         looks: at layers. ms: milliseconds that they took.
+        redecode_from: tokens that are beyond doubt, once a rollback has been; None: nothing is to be decoded again.
         observer: is told of each look, or None.
     """
 
@@ -95,6 +96,7 @@ class Guard:
         self.rollbacks = self.restored = self.looks = 0
         self.ms = 0.0
         self._told = False
+        self.redecode_from: int | None = None
         if config.guard == "rollback" and self.spill is None:
             warnings.warn(
                 "guard 'rollback' without a spill store cannot bring evicted tokens back, it can only stop evicting; "
@@ -115,6 +117,12 @@ class Guard:
             self.rollbacks += 1
             for watch in self.watches:
                 watch.behind = not all(watch.raised)
+
+    def doubt(self, seen: int) -> None:
+        """Note from where on tokens are to be decoded again, if that was asked for."""
+        good = min(watch.good for watch in self.watches)
+        if self.config.on_rollback == "redecode" and good < seen and self.redecode_from is None:
+            self.redecode_from = good
 
     def warn(self, layer: int, seen: int, kl: float) -> None:
         """Say once that predictions fail."""
@@ -182,6 +190,7 @@ class Watch:
         self.behind = False
         self.asked: Asked | None = None
         self._looked = 0
+        self._reviewing = False  # a plan is being made: what is raised comes back after it was carried out
 
     def begin(self, layer: TieredLayer, asked: Asked) -> None:
         """Follow the cache to the level "full", and remember the newest queries until the end of the call."""
@@ -194,6 +203,9 @@ class Watch:
 
     def end(self, layer: TieredLayer, new: int) -> None:
         """Look, if it is time: in turn with the other layers while decoding, and in each call of several tokens."""
+        if self._reviewing:
+            self._reviewing = False
+            self._restore(layer)
         every = self.guard.config.monitor_every
         turn = (layer.seen + self.index * every // max(self.guard.layers, 1)) % every == 0
         fresh = self._looked != layer.seen and self.asked is not None and layer.tokens.compressed
@@ -210,6 +222,7 @@ class Watch:
             new: tokens of the call. upto: tokens that count as seen. rows, slots, now, tiers: [T] as in a plan.
         """
         if self.asked is not None and (new > 1 or self.guard.spill is None):
+            self._reviewing = True
             self._look(layer, upto, (rows, slots, tiers))
         if any(self.raised):
             keeps = torch.tensor(self.raised, device=rows.device)[rows % len(self.raised)]
@@ -257,6 +270,7 @@ class Watch:
             return 0, "look"
         if alarmed:
             self.guard.rollbacks += 1
+            self.guard.doubt(layer.seen)
             heads = {*alarmed, *(head for head, raised in enumerate(self.raised) if raised)}
             whole = len(heads) >= LAYER * len(self.raised)
             restored = self._raise(layer, range(len(self.raised)) if whole else sorted(heads))
@@ -287,7 +301,13 @@ class Watch:
         for head in heads:
             if not self.raised[head]:
                 self.raised[head], self.calm[head] = True, 0
+        return 0 if self._reviewing else self._restore(layer)
+
+    def _restore(self, layer: TieredLayer) -> int:
+        """Bring back what raised heads have evicted."""
         store = layer.tokens
+        if not any(self.raised):
+            return 0
         chosen = torch.tensor(self.raised, device=store.pad.device).repeat(len(store.pad))  # [R]
         restored = store.restore(chosen)
         self.guard.restored += restored

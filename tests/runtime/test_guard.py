@@ -194,6 +194,21 @@ def test_a_forecast_that_fails_while_decoding_is_taken_back(model: Any, where: s
         assert evicted(cache) < gone
 
 
+def test_a_later_call_of_many_tokens_brings_back_what_was_spilled(model: Any) -> None:
+    """Its plan is reviewed and its alarm restores, in the same call, after the plan was carried out."""
+    cache = quiet(model, FadeConfig(**{**WATCHED, "kl_alarm": 100.0}))
+    ids = prompt(1, 400)
+    forward(model, ids[:, :300], cache)
+    spilled = cache.monitor.report()["spilled"]["tokens"]
+    cache.guard.config = cache.config.with_options(kl_alarm=0.1)
+    forward(model, ids[:, 300:360], cache)
+    forward(model, ids[:, 360:361], cache)
+    report = cache.monitor.report()
+    assert report["state"] == "full"
+    assert report["restored"] >= spilled > 0
+    assert evicted(cache) == report["spilled"]["tokens"] == 0
+
+
 def test_without_a_spill_store_rollback_says_what_it_cannot(model: Any) -> None:
     with pytest.warns(RuntimeWarning, match="cannot bring evicted tokens back, it can only stop evicting; give spill="):
         create_tiered_cache(model, FadeConfig(**{**WATCHED, "spill": "none"}))
