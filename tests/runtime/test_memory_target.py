@@ -183,3 +183,18 @@ def test_what_the_guard_has_raised_is_kept_whatever_the_target(model: Any) -> No
             layer.watch.raised = [False] * 2
         _grow(model, cache, 4, 60)
     assert all(layer.tokens.evicted > before[layer.index] for layer in cache.tiered)
+
+
+def test_the_budget_of_a_batch_is_a_share_of_what_lies_between_sinks_and_window() -> None:
+    """By hand: 2 layers of 3 kv heads, rows of 100 and 40 tokens, 10 of each exact and 5 that wait."""
+    given: dict[str, Any] = dict(heads=3, dims=32, itemsize=2, codes=16.0)
+    held = 16 + controller.OVERHEAD
+    fixed = 6 * 64 * 15 * 2 + 77
+    for target, step in ((10**6, 4.0), (fixed + 6 * 120 * 64 // 8, 8.0)):
+        made = controller.MemoryController(target, layers=2, extra=77, exact=10, every=5)
+        share = made.share(torch.tensor([100, 40]), **given)
+        assert made.compression == step
+        assert share * 140 == pytest.approx(min(1.0, 64 / step / held) * (90 + 30))
+    made.note(0, tokens=10, size=200)  # tokens turn out to be smaller than thought
+    made.planned = None
+    assert made.share(torch.tensor([100, 40]), **given) * 140 == pytest.approx(min(1.0, 64 / 8 / 20) * 120)
