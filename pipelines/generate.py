@@ -22,6 +22,11 @@ def generate(
     budget: int | float | None = None,
     memory: str | float | None = None,
     max_kl: float | None = None,
+    guard: str = "off",
+    spill: str = "none",
+    spill_dir: Path | None = None,
+    monitor_every: int | None = None,
+    log_guard: bool = False,
     prompt: str | None = None,
     prompt_file: Path | None = None,
     prompt_tokens: int = 1024,
@@ -41,31 +46,48 @@ def generate(
         budget: body tokens kept per kv head, in place of the preset's: a share (0.25) or a number (512).
         memory: what the cache may take, in place of preset and budget: 512MiB, or a share of the free memory (0.5).
         max_kl: loss that the predictor's certificate must answer for, in place of preset and budget: KL per token.
+        guard: off, warn or rollback: look at true attention while decoding; rollback brings evicted tokens back when
+            the forecast fails. Its looks are shown on standard error.
+        spill: where evicted tokens go for that: none, host or disk (with spill_dir).
+        spill_dir: folder for spill disk.
+        monitor_every: tokens in which the guard looks at each layer once.
+        log_guard: log its figures to MLflow, experiment "fade-guard", under tracking_uri.
         prompt: the text to answer. By default a long text of the built-in corpus is asked about.
         prompt_file: file to read the prompt from.
         prompt_tokens: length of the built-in text.
         max_new_tokens: at most this many tokens are generated, greedily.
         dtype: of the model: float32, bfloat16 or float16.
-        tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
+        tracking_uri: where names are looked up and figures logged; default MLFLOW_TRACKING_URI, then the demo's store.
         telemetry: file that gets a line of JSON for each reassignment of each layer: tokens per tier, bytes, time.
     """
     from data.lm import load_lm
     from fade_runtime import JsonlExporter, attach_telemetry, create_tiered_cache
     from fade_runtime.hf import forward_kwargs
+    from pipelines import live
+    from predictor.registry import resolve_store
 
     if max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
     resolved = _resolve(predictor, tracking_uri)
     config = choose_config(resolved, preset, policy, budget, memory=memory, max_kl=max_kl)
+    config = guarded(config, guard, spill, spill_dir, monitor_every)
+    if log_guard and guard == "off":
+        raise FadeError("log_guard has nothing to log; add --guard rollback or --guard warn")
     given = read_prompt(prompt, prompt_file)
-    exporter = None if telemetry is None else JsonlExporter(telemetry)
+    exporters: list[Any] = [] if telemetry is None else [JsonlExporter(telemetry)]
     lm, tokenizer = load_lm(model, dtype)
     text = given or builtin_prompt(tokenizer, prompt_tokens)
     inputs = chat_inputs(tokenizer, text)
 
     cache = create_tiered_cache(lm, config=config)
-    if exporter is not None:
-        attach_telemetry(cache, exporter)
+    if guard != "off":
+        exporters.append(live.LiveLine())
+    metrics = None
+    if log_guard:
+        metrics = live.MlflowMetrics(resolve_store(tracking_uri)[0], config.monitor_every, {"cache": describe(config)})
+        exporters.append(metrics)
+    if exporters:
+        attach_telemetry(cache, live.Several(exporters))
     streamer = timed_streamer(tokenizer)
     length = inputs["input_ids"].shape[1]
     print(f"prompt: {length:,} tokens; cache: {describe(config)}\n", flush=True)
@@ -78,6 +100,10 @@ def generate(
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
     print(f"\n{summary(cache.memory_report(), dtype)}\n{streamer.summary()}")
+    if guard != "off":
+        print(live.report_line(cache.monitor.report()))
+    if metrics is not None:
+        metrics.close()
 
 
 def choose_config(
@@ -121,6 +147,18 @@ def choose_config(
     if policy not in (None, "learned"):
         options["eviction_policy"] = policy
     return getattr(FadeConfig, preset)(predictor=predictor, **options)
+
+
+def guarded(
+    config: Any, guard: str, spill: str, spill_dir: Path | None, monitor_every: int | None
+) -> Any:
+    """The same FadeConfig with a guard.
+
+    Raises:
+        FadeError: options that FadeConfig refuses.
+    """
+    every = {} if monitor_every is None else {"monitor_every": monitor_every}
+    return config.with_options(guard=guard, spill=spill, spill_dir=spill_dir, **every)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:

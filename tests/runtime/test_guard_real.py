@@ -68,7 +68,7 @@ def answer(lm: Any, cache: TieredCache) -> str:
     """Tell a fact in the midst of a long text, then ask for it in a second turn."""
     model, tokenizer = lm
     words = filler()
-    told = " ".join(words[:300]) + f"\n{NEEDLE}\n" + " ".join(words[300:650]) + "\nSay ok."
+    told = " ".join(words[:175]) + f"\n{NEEDLE}\n" + " ".join(words[175:350]) + "\nSay ok."
     chat = [{"role": "user", "content": told}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     asked = f"<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
