@@ -216,14 +216,13 @@ _listening = threading.Lock()
 
 
 def listen(model: Any) -> Listener:
-    """The model's one hook on its calls: on the part that the language model head calls too."""
-    module = getattr(model, "base_model", model)
+    """The model's one hook on its calls; calls of its parts are not heard."""
     with _listening:
-        there = _listeners.get(module)
+        there = _listeners.get(model)
         listener = None if there is None else there()
         if listener is None:
-            listener = Listener(module)
-            _listeners[module] = weakref.ref(listener)
+            listener = Listener(model)
+            _listeners[model] = weakref.ref(listener)
         return listener
 
 

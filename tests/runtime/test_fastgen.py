@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,6 +26,7 @@ from predictor.bundle import load_bundle, save_bundle
 from predictor.features import FeatureSpec
 from predictor.nets import TokenMLP
 from predictor.provenance import model_provenance
+from tests.families import FAMILIES
 
 from .test_memory import reachable_bytes
 
@@ -206,7 +208,7 @@ def test_crop_and_another_turn(model: Any, tiny_tokenizer: Any) -> None:
 
 def test_caches_and_threads_do_not_mix_and_no_hook_is_left(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     model = tiny_model()
-    hooks = model.base_model._forward_pre_hooks
+    hooks = model._forward_pre_hooks
     caches = [create_tiered_cache(model, _config(tiny_tokenizer, recover=0.7)) for _ in range(2)]
     plain = create_tiered_cache(model)
     assert len(hooks) == 1
@@ -371,3 +373,17 @@ def test_bad_calls_are_refused(model: Any, tiny_tokenizer: Any) -> None:
         layer.update(torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16), kwargs={})
     with pytest.raises(FadeError, match="told the ids of 0 of 20 tokens"):
         cache.tiered[0].attend(torch.nn.Module(), torch.randn(1, 4, 20, 16), None, 0.25)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_tells_its_ids(family: str, tiny_tokenizer: Any) -> None:
+    """Whatever parts a model has, plain generate tells the cache each id once."""
+    model, ids = FAMILIES[family](), _ids(2, 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cache = create_tiered_cache(model, _config(tiny_tokenizer, recover=0.5, reassign_every=4))
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    assert cache.text is not None
+    assert torch.equal(cache.text.upto(cache.get_seq_length()), out[:, : cache.get_seq_length()].int())
+    evicted = cache.memory_report()["tokens"]["EVICTED"]
+    assert (evicted > 0) == bool(cache.tiered)
