@@ -35,13 +35,11 @@ class Layer:
 
     def fused(self) -> Tensor:
         """Attention by the fused kernel."""
-        from fade_runtime.kernels import launches, triton
+        from fade_runtime.kernels import triton
 
         part = Part(self.packed)
-        kind = triton.kind_of(part, self.query.dtype)
-        name = launches.name_of(self.query.device)
-        how = self.how or launches.choose(name, self.query.shape[2], self.packed.bits.key, kind)
-        return triton.fused(self.query, self.key, self.value, part, None, None, None, how)[0]
+        how = self.how or triton.launch_of(self.query, part)
+        return triton.fused(self.query, self.key, self.value, [part], None, None, None, [how])[0]
 
     def dequantised(self) -> Tensor:
         """Attention by SDPA over the dequantised layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,82 +39,98 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Same as :func:`fade_runtime.kernels.reference.attend`, in Triton.
 
-    Several parts, product quantisation, values of another width than keys, and head dims above 256, or above 128 where
-    keys are rotated when they are read, go to the reference.
-    Many queries, that is a prompt that follows an earlier one, go to SDPA over the layer's dequantised tokens where the
-    launch table says that this is faster; no copy of them outlives the call.
+    Product quantisation, values of another width than keys, and head dims above 256, or above 128 where keys are
+    rotated when they are read, go to the reference, with all parts beside. Many queries, that is a prompt that follows
+    an earlier one, go to SDPA over the layer's dequantised tokens where the launch table says that this is faster; no
+    copy of them outlives the call.
     """
-    packed = parts[0].tokens if len(parts) == 1 else None
-    rows, queries, dim = query.shape
-    if not isinstance(packed, PackedTokens) or not _fits(parts[0], dim):
+    if not parts or not all(_fits(part, query.shape[2]) for part in parts):
         return reference.attend(query, key, value, parts, weights, bias, softcap)
-    how = launches.choose(launches.name_of(query.device), dim, packed.bits.key, kind_of(parts[0], query.dtype))
-    tokens = key.shape[1] + len(packed) / max(rows, 1)
-    if weights is None and softcap is None and queries >= how.dense_from(tokens):
-        return dense(query, key, value, parts[0], bias), None, []
-    return fused(query, key, value, parts[0], weights, bias, softcap, how)
+    hows = [launch_of(query, part) for part in parts]
+    if len(parts) == 1 and weights is None and softcap is None:  # what SDPA can do
+        tokens = key.shape[1] + len(parts[0].tokens) / max(len(query), 1)
+        if query.shape[1] >= hows[0].dense_from(tokens):
+            return dense(query, key, value, parts[0], bias), None, []
+    return fused(query, key, value, parts, weights, bias, softcap, hows)
+
+
+def launch_of(query: Tensor, part: Part) -> Launch:
+    """How the kernel is started for queries [R, Q, D] and packed tokens, by the launch table."""
+    packed: Any = part.tokens
+    name = launches.name_of(query.device)
+    return launches.choose(name, query.shape[2], packed.bits.key, kind_of(part, query.dtype))
 
 
 def fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    part: Part,
+    parts: Sequence[Part],
     weights: Tensor | None,
     bias: Tensor | None,
     softcap: float | None,
-    how: Launch,
+    hows: Sequence[Launch],
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """The fused kernel; arguments as those of :func:`attend`, with one part, of packed tokens."""
-    packed = part.tokens
-    assert isinstance(packed, PackedTokens)
+    """The fused kernel; arguments as those of :func:`attend`, with parts of packed tokens and a launch for each.
+
+    Full-precision tokens and the first part are walked in one launch, every further part in one more.
+    """
     rows, queries, dim = query.shape
-    length, tokens = key.shape[1], len(packed)
-    blocks = triton.cdiv(queries, BLOCK)
-    span = how.span(len(packed.page_len) * blocks, launches.processors(query.device))
-    cut, piece_start = pieces_of(packed, rows, span)
-    pieces = triton.cdiv(length, span * quant.PAGE)
-    count = rows * pieces + cut.shape[1]
+    length, blocks, cores = key.shape[1], triton.cdiv(queries, BLOCK), launches.processors(query.device)
     query, key, value = query.contiguous(), _rows(key), _rows(value)
-    exact, power, scored = query.dtype == torch.float32, dim & -dim, weights is not None
+    bias = None if bias is None else bias.float().contiguous()
+    rotated, exact = quant.hadamard(query.float()), query.dtype == torch.float32
+    stored: list[Any] = [part.tokens for part in parts]
+    spans = [how.span(len(packed.page_len) * blocks, cores) for packed, how in zip(stored, hows)]
+    cuts, starts = zip(*(pieces_of(packed, rows, span) for packed, span in zip(stored, spans)))
+    pieces = triton.cdiv(length, spans[0] * quant.PAGE)
+    bases = list(itertools.accumulate((cut.shape[1] for cut in cuts), initial=rows * pieces))  # first piece of a part
     floats: Any = dict(dtype=torch.float32, device=query.device)
-    left = Result(
-        torch.empty(count, queries, **floats),
-        torch.empty(count, queries, **floats),
-        torch.empty(count, queries, dim, **floats),
-        torch.empty(rows, length, queries, **floats) if scored else query,
-        torch.empty(tokens, queries, **floats) if scored else query,
-    )
-    ask = Asked(
-        query,
-        quant.hadamard(query.float()),
-        query if bias is None else bias.float().contiguous(),
-        query if part.bias is None else part.bias.float().contiguous(),
-        float(softcap or 0),
-        *map(tl.constexpr, (bias is not None, part.bias is not None, softcap is not None, BLOCK, scored)),
-    )
-    sizes = map(tl.constexpr, (dim, padded(dim), exact))
-    full = Full(key, value, *sizes)
-    forms = Stored.of(packed), Parts.of(packed, "key", exact), Parts.of(packed, "value", exact)
-    numbers = cut.shape[1], rows, span, pieces, queries, length, key.stride(0) // dim, value.stride(0) // dim
-    given: tuple[Any, ...] = (ask, full, *forms, _turn(part, query, padded(dim), power), left, cut, *numbers)
-    launch(attend_kernel, (count, blocks), query, *given, num_warps=how.warps, num_stages=how.stages)
+    tops, totals = torch.empty(2, bases[-1], queries, **floats)
+    outs, scores, packed_scores = torch.empty(bases[-1], queries, dim, **floats), query, [query] * len(parts)
+    if weights is not None:
+        scores = torch.empty(rows, length, queries, **floats)
+        packed_scores = [torch.empty(len(packed), queries, **floats) for packed in stored]
+    full = Full(key, value, *map(tl.constexpr, (dim, padded(dim), exact)))
+    for index, (part, packed, how) in enumerate(zip(parts, stored, hows)):
+        own = None if part.bias is None else part.bias.float().contiguous()
+        wanted = (bias is not None, own is not None, softcap is not None, BLOCK, weights is not None)
+        there: list[Any] = [query if each is None else each for each in (bias, own)]  # what is not is not read
+        ask = Asked._make([query, rotated, *there, float(softcap or 0), *map(tl.constexpr, wanted)])
+        forms = Stored.of(packed), Parts.of(packed, "key", exact), Parts.of(packed, "value", exact), _turn(part, query)
+        left = Result(tops, totals, outs, scores, packed_scores[index])
+        first, count, here = (0, bases[1], pieces) if index == 0 else (bases[index], cuts[index].shape[1], 0)
+        numbers = first, cuts[index].shape[1], rows, spans[index], here, queries, length
+        steps = key.stride(0) // dim, value.stride(0) // dim
+        given: tuple[Any, ...] = (ask, full, *forms, left, cuts[index], *numbers, *steps)
+        launch(attend_kernel, (count, blocks), query, *given, num_warps=how.warps, num_stages=how.stages)
+    begins = starts[0]
+    if len(parts) > 1:
+        begins = torch.stack([start + (base - bases[0]) for start, base in zip(starts, bases)])
     out, top, total = torch.empty_like(query), *torch.empty(2, rows, queries, **floats)
-    given = out, top, total, left, piece_start, rows, pieces, queries, dim, padded(dim), power, MERGED
-    launch(merge_kernel, (rows, queries), query, *given)
+    given = out, top, total, left, begins, len(parts), bases[0], rows, pieces, queries
+    launch(merge_kernel, (rows, queries), query, *given, dim, padded(dim), dim & -dim, MERGED)
     if weights is None:
         return out, None, []
-    weights, row_of = weights.float().contiguous(), packed.token_row().to(torch.int32)
-    mass, masses = torch.empty(rows, length, **floats), torch.empty(tokens, **floats)
-    for to, scores, per_row in ((mass, left.scores, length), (masses, left.packed_scores, 0)):
-        given = to, scores, weights, row_of, top, total, to.numel(), per_row, queries, SUMMED, 16
-        launch(mass_kernel, (triton.cdiv(to.numel(), SUMMED),), query, *given)
-    return out, mass, [masses]
+    weights, rows_of = weights.float().contiguous(), [packed.token_row().to(torch.int32) for packed in stored]
+    every = zip((scores, *packed_scores), (top, *rows_of), (length, *[0] * len(parts)))
+    mass, *masses = (_mass(each, weights, row_of, top, total, per_row) for each, row_of, per_row in every)
+    return out, mass, masses
+
+
+def _mass(scores: Tensor, weights: Tensor, row_of: Tensor, top: Tensor, total: Tensor, per_row: int) -> Tensor:
+    """Attention that tokens received: [R, n] from scores [R, n, Q] with ``per_row`` n, [T] from scores [T, Q]."""
+    mass = torch.empty(scores.shape[:-1], dtype=torch.float32, device=scores.device)
+    given = mass, scores, weights, row_of, top, total, mass.numel(), per_row, scores.shape[-1], SUMMED, 16
+    launch(mass_kernel, (triton.cdiv(mass.numel(), SUMMED),), scores, *given)
+    return mass
 
 
 def _fits(part: Part, dim: int) -> bool:
-    """Whether values are as wide as keys, and a tile of them is no larger than a program can hold."""
-    packed: Any = part.tokens
+    """Whether tokens are packed, values as wide as keys, and a tile of them no larger than a program can hold."""
+    packed = part.tokens
+    if not isinstance(packed, PackedTokens):
+        return False
     same = packed.value_codes.shape[1] * packed.bits.key == packed.key_codes.shape[1] * packed.bits.value
     return same and dim <= (WIDEST if part.table is None else WIDEST_TURNED)
 
@@ -133,12 +150,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % x.shape[2] == 0 else x.contiguous()
 
 
-def _turn(part: Part, unused: Tensor, tile: int, power: int) -> Turn:
-    """How keys of a part are rotated when they are read."""
+def _turn(part: Part, query: Tensor) -> Turn:
+    """How keys of a part are rotated when they are read by queries [R, Q, D]."""
+    dim = query.shape[2]
+    sizes = padded(dim), dim & -dim
     if part.table is None or part.positions is None:
-        return Turn(unused, unused, unused, *map(tl.constexpr, (False, 2, False, tile, power)))
+        return Turn(query, query, query, *map(tl.constexpr, (False, 2, False, *sizes)))
     cos, sin = part.table.cos.float().contiguous(), part.table.sin.float().contiguous()
-    fixed = (True, cos.shape[-1], part.table.interleaved, tile, power)
+    fixed = (True, cos.shape[-1], part.table.interleaved, *sizes)
     return Turn(cos, sin, part.positions.contiguous(), *map(tl.constexpr, fixed))
 
 

@@ -199,24 +199,40 @@ def packed_piece(row, page, pages, token, low, number, queries, ask, stored, key
         tl.store(left.out + to[:, None] * values.dim + f * values.width + columns[None, :], out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["most", "rows", "span", "pieces", "queries", "length", "key_step", "value_step"])
+@triton.jit(do_not_specialize=["base", "most", "rows", "span", "pieces", "queries", "length", "key_step", "value_step"])
 def attend_kernel(
-    ask, full, stored, keys, values, turn, left, cut, most, rows, span, pieces, queries, length, key_step, value_step
+    ask,
+    full,
+    stored,
+    keys,
+    values,
+    turn,
+    left,
+    cut,
+    base,
+    most,
+    rows,
+    span,
+    pieces,
+    queries,
+    length,
+    key_step,
+    value_step,
 ):
     """Softmax of each piece: ``pieces`` a row of full-precision tokens, then those of packed tokens, ``cut`` [5, most].
 
     Numbers that change from step to step are not specialised, or each would have to be compiled for.
-    Grid: pieces, blocks of queries.
+    Grid: pieces, blocks of queries. The first piece is the ``base``-th of all.
     """
-    number = tl.program_id(0)
-    ahead = rows * pieces
-    if number < ahead:
-        row = number // pieces
-        first = (number % pieces) * span * PAGE
+    at = tl.program_id(0)
+    ahead, number = rows * pieces, at + base
+    if at < ahead:
+        row = at // pieces
+        first = (at % pieces) * span * PAGE
         last = first + span * PAGE
         full_piece(row, first, last, number, queries, length, key_step, value_step, ask, full, left)
     else:
-        piece = cut + number - ahead
+        piece = cut + at - ahead
         row, page, count = tl.load(piece), tl.load(piece + most), tl.load(piece + 2 * most)
         token, low = tl.load(piece + 3 * most), tl.load(piece + 4 * most)
         if count > 0:

@@ -24,11 +24,8 @@ class Result(NamedTuple):
 
 
 @triton.jit
-def fold_pieces(first, last, base, q, queries, d, left, dim: tl.constexpr, at_once: tl.constexpr):
-    """Unite the softmaxes of pieces ``first`` to ``last``: largest score, sum, weighted values [1, columns]."""
-    top = tl.max(tl.full((1,), LEAST, tl.float32), axis=0)
-    total = top * 0.0
-    acc = tl.zeros((1, d.shape[0]), tl.float32)
+def fold_pieces(top, total, acc, first, last, base, q, queries, d, left, dim: tl.constexpr, at_once: tl.constexpr):
+    """Unite a softmax (largest score, sum, weighted values [1, columns]) with those of pieces ``first`` to ``last``."""
     for at in range(first, last, at_once):
         number = at + tl.arange(0, at_once)
         there = number < last
@@ -46,13 +43,15 @@ def fold_pieces(first, last, base, q, queries, d, left, dim: tl.constexpr, at_on
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=["rows", "pieces", "queries"])
+@triton.jit(do_not_specialize=["parts", "base", "rows", "pieces", "queries"])
 def merge_kernel(
     out,
     top_out,
     total_out,
     left,
     piece_start,
+    parts,
+    base,
     rows,
     pieces,
     queries,
@@ -63,13 +62,19 @@ def merge_kernel(
 ):
     """Unite the pieces of a row, rotate what came from packed values back, and write [R, Q, D]. Grid: rows, queries.
 
+    The row's first pieces of each part of packed tokens are ``piece_start`` [parts, rows + 1] after ``base``.
     Also writes the largest score and the sum of exponentials [R, Q] that statistics need.
     """
     row, q = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, columns)
-    top, total, acc = fold_pieces(0, pieces, row * pieces, q, queries, d, left, dim, at_once)
-    first, last = tl.load(piece_start + row), tl.load(piece_start + row + 1)
-    top2, total2, acc2 = fold_pieces(first, last, rows * pieces, q, queries, d, left, dim, at_once)
+    none = tl.max(tl.full((1,), LEAST, tl.float32), axis=0)
+    zero, zeros = none * 0.0, tl.zeros((1, columns), tl.float32)
+    top, total, acc = fold_pieces(none, zero, zeros, 0, pieces, row * pieces, q, queries, d, left, dim, at_once)
+    top2, total2, acc2 = none, zero, zeros
+    for part in range(parts):
+        start = piece_start + part * (rows + 1) + row
+        first, last = tl.load(start), tl.load(start + 1)
+        top2, total2, acc2 = fold_pieces(top2, total2, acc2, first, last, base, q, queries, d, left, dim, at_once)
     new = tl.maximum(top, top2)
     share, share2 = tl.exp(top - new), tl.exp(top2 - new)
     total = tl.maximum(total * share + total2 * share2, 1.1754943508222875e-38)

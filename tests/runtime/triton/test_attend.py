@@ -81,8 +81,8 @@ def _agree(kernel: Callable[..., Any], given: tuple[Any, ...], most: float = 1e-
 
 def _alone(*given: Any, how: Launch = FEW) -> Any:
     """The fused kernel itself, so that nothing is left to the reference."""
-    query, key, value, (part,), *rest = given
-    return triton.fused(query, key, value, part, *rest, how)
+    query, key, value, parts, *rest = given
+    return triton.fused(query, key, value, parts, *rest, [how] * len(parts))
 
 
 @pytest.mark.parametrize("queries", range(1, 9), ids="group {}".format)
@@ -139,6 +139,16 @@ def test_pieces_cover_all_pages_once(span: int) -> None:
     assert triton.pieces_of(packed, 6, span)[0] is cut
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_several_parts_share_one_softmax(masked: bool) -> None:
+    """Of other bits, tiers and lengths; the second has no token in the last row, the third none at all."""
+    lengths = [[70, 5], [130, 0], [0, 0], [3, 64]]
+    parts = [_packed(each, 64, bits, mixed, seed=3) for each, bits, mixed in zip(lengths, BITS, (1, 0, 0, 1))]
+    query, key, value, first, weights, bias, cap = _asked(parts[0], 2, 3, 70, masked)
+    others = [Part(each, bias=_hiding(len(each), 3) if masked else None) for each in parts[1:]]
+    _agree(_alone, (query, key, value, [*first, *others], weights, bias, cap))
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize(("dim", "width"), [(64, 64), (64, 32), (96, 48), (128, 128)], ids=str)
 def test_keys_turned_when_they_are_read(dim: int, width: int, interleaved: bool) -> None:
@@ -176,8 +186,8 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     query, key, value, parts, weights, *_ = _asked(packed, 2, 3, 5, masked=False)
     _agree(_alone, (query * 2000, key, value, parts, weights, None, None), 1e-3)
     huge = pack_tokens(torch.randn(64, 64) * 1e4, torch.randn(64, 64), torch.zeros(64).long(), torch.arange(64), None)
-    given = torch.randn(1, 2, 64).half() * 100, key[:1].half(), value[:1].half(), Part(huge), None, None, None, FEW
-    assert bool(triton.fused(*given)[0].isfinite().all())
+    given = torch.randn(1, 2, 64).half() * 100, key[:1].half(), value[:1].half(), [Part(huge)], None, None, None
+    assert bool(_alone(*given)[0].isfinite().all())
 
 
 def test_hidden_tokens_carry_nothing() -> None:
@@ -234,9 +244,9 @@ def test_many_queries_take_the_dequantised_layer_where_the_table_says_so(monkeyp
 
 def test_what_it_cannot_do_goes_to_the_reference() -> None:
     packed = _packed([70], 64, BITS[0], False)
-    query, key, value, (part,), weights, *_ = _asked(packed, 1, 3, 5, masked=False)
+    query, key, value, _, weights, *_ = _asked(packed, 1, 3, 5, masked=False)
     narrow = pack_tokens(torch.randn(70, 64), torch.randn(70, 32), torch.zeros(70).long(), torch.arange(70), None)
-    for values, parts in ((value, [part, part]), (value, []), (value[..., :32], [Part(narrow)])):
+    for values, parts in ((value, []), (value[..., :32], [Part(narrow)])):
         ours = triton.attend(query, key, values, parts, weights)
         theirs = reference.attend(query, key, values, parts, weights)
         assert all(torch.equal(mine, other) for mine, other in zip(_flat(ours), _flat(theirs), strict=True))

@@ -17,7 +17,7 @@ import triton as triton_package
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fade_runtime.kernels import launches, triton, triton_pack
+from fade_runtime.kernels import triton, triton_pack
 from fade_runtime.kernels.reference import Part
 from fade_runtime.kernels.triton_codes import unpacking
 from fade_runtime.packed import Bits, pack_tokens
@@ -91,8 +91,8 @@ def _attend(
         part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), slots, part.bias)
     full = torch.randn(3, 1, window, dim).to(dtype)
     weights, bias = (torch.ones(8), torch.zeros(1, 8, window)) if everything else (None, None)
-    how = launches.choose("none", dim, bits[0], triton.kind_of(part, dtype))
-    triton.fused(full[0, :, :8], full[1], full[2], part, weights, bias, 30.0 if everything else None, how)
+    query, cap = full[0, :, :8], 30.0 if everything else None
+    triton.fused(query, full[1], full[2], [part], weights, bias, cap, [triton.launch_of(query, part)])
 
 
 CASES = {
