@@ -5,6 +5,7 @@ Source: Dong et al. 2023, BAMBOO (arXiv 2309.13345). The wording of the prompts 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pipelines.tasks.records import records
@@ -12,17 +13,24 @@ from pipelines.tasks.scores import number, same_words
 from pipelines.tasks.task import Example, Output, Turn, Wish
 from predictor.errors import FadeError
 
+LETTERS = ("A", "B", "C", "D")
+_PARTS = re.compile(r"^(Document|Question):$", re.MULTILINE)
+
 
 def altqa(wish: Wish) -> Iterator[Example]:
-    """A question about a document in which the number that answers it was changed."""
+    """A question about a document in which the number that answers it was changed.
+
+    Half of the records have their question before the document; here it always comes after.
+    """
     for record in records(wish.source):
-        document, found, question = record.text("content").rpartition("\n\nQuestion:")
-        if not found:
-            raise FadeError(f"{record.where} has no line 'Question:' in 'content'")
-        question = f"Question: {question.strip()}\nAnswer with a number."
-        context, asked, cut = wish.cut(f"{document}\n\n", question, "Answer:")
-        answer = wish.ids(f" {record.text('answer')}")
-        yield Example(context, (Turn(asked, answer),), {"values": [record.text("answer")]}, cut=cut)
+        _, *parts = _PARTS.split(record.text("content"))
+        held = dict(zip(parts[::2], parts[1::2]))
+        if set(held) != {"Document", "Question"}:
+            raise FadeError(f"{record.where} has no 'Document:' and 'Question:' in 'content'")
+        question = f"Question: {held['Question'].strip()}\nAnswer with a number."
+        context, asked, cut = wish.cut(f"Document:\n{held['Document'].strip()}\n\n", question, "Answer:")
+        answer = record.text("answer")
+        yield Example(context, (Turn(asked, wish.ids(f" {answer}")),), {"values": [answer]}, cut=cut)
 
 
 def right_number(output: Output, example: Example) -> float:
@@ -31,16 +39,16 @@ def right_number(output: Output, example: Example) -> float:
 
 
 def paperqa(wish: Wish) -> Iterator[Example]:
-    """A question about a paper, with four answers to choose from."""
+    """A question about a paper, with four answers to choose from (some records of the published file have fewer)."""
     for record in records(wish.source):
-        options = record.texts("options")
-        letters = [option[0] for option in options]
         answer = record.text("answer").strip('" ')
-        if answer not in letters:
-            raise FadeError(f"{record.where}: answer {answer!r} is none of the options {letters}")
-        question = "\n".join((f"\nQuestion: {record.text('question')}", *options, "Answer with one letter."))
+        if answer not in LETTERS:
+            raise FadeError(f"{record.where}: answer {answer!r} is none of {', '.join(LETTERS)}")
+        question = "\n".join(
+            (f"\nQuestion: {record.text('question')}", *record.texts("options"), "Answer with one letter.")
+        )
         context, asked, cut = wish.cut(f"A paper:\n{record.text('content')}\n", question, "Answer:")
-        choices = tuple(f" {letter}" for letter in letters)
+        choices = tuple(f" {letter}" for letter in LETTERS)
         yield Example(
             context, (Turn(asked, wish.ids(f" {answer}")),), {"values": [f" {answer}"]}, choices, cut
         )

@@ -42,8 +42,9 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         for i in range(3)
     ],
     "altqa": [
-        {"content": f"Read.\n\nDocument:\n{PAPER}\n\nQuestion:\nwhen was {i}", "answer": f"19{i}0"}
-        for i in range(3)
+        {"content": f"Read.\n\nDocument:\n{PAPER}\n\nQuestion:\nwhen was 0", "answer": "1900"},
+        {"content": f"Read.\n\nQuestion:\nwhen was 1\n\nDocument:\n{PAPER}", "answer": "1910"},
+        {"content": f"Read.\n\nDocument:\n{PAPER}\n\nQuestion:\nwhen was 2", "answer": "1920"},
     ],
     "paperqa": [
         {
@@ -183,6 +184,12 @@ def test_choices_numbers_and_paragraphs_are_scored(wish: Callable[..., Wish]) ->
     assert [_score("multi_news", "Summary 0.", example) for example in news] == [1, 0.5, 0.5]
 
 
+def test_a_question_comes_after_its_document(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
+    for index, example in enumerate(TASKS["altqa"].take(wish("altqa"))):
+        assert "when was" not in tiny_tokenizer.decode(example.context)
+        assert f"when was {index}" in tiny_tokenizer.decode(example.turns[0].question)
+
+
 def test_the_wanted_paragraph_is_never_left_out(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
     for example in TASKS["passage_retrieval"].take(wish("passage_retrieval")):
         assert f"段落{example.facts['number']}：" in tiny_tokenizer.decode(example.context)
@@ -217,8 +224,8 @@ def test_a_malformed_line_is_named(line: str, words: str, tmp_path: Path, tiny_t
 @pytest.mark.parametrize(
     ("name", "record", "words"),
     [
-        ("altqa", {"content": "no question", "answer": "1"}, "no line 'Question:'"),
-        ("paperqa", {**RECORDS["paperqa"][0], "answer": "E"}, "'E' is none of the options"),
+        ("altqa", {"content": "no question", "answer": "1"}, "no 'Document:' and 'Question:'"),
+        ("paperqa", {**RECORDS["paperqa"][0], "answer": "E"}, "'E' is none of A, B, C, D"),
         ("senhallu", {**RECORDS["senhallu"][0], "answer": "yes"}, "no true or false field 'answer'"),
         ("private_eval", {**RECORDS["private_eval"][0], "prompt": "x"}, "no line '# [end]'"),
         ("mt_bench", {"turns": ["one"]}, "has 1 'turns', not 2"),
