@@ -88,11 +88,13 @@ def choose(device: str, dim: int, bits: int, kind: str, path: Path = TABLE) -> L
     raise FadeError(f"launch table {path} has no row for {asked}; add one for any")
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
 def name_of(device: torch.device) -> str:
     """Name of a GPU as the table has it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from fade_runtime import quant
@@ -16,7 +15,7 @@ from fade_runtime.kernels import launches, reference
 from fade_runtime.kernels.launches import Launch
 from fade_runtime.kernels.reference import Part
 from fade_runtime.kernels.triton_attend import Asked, Full, attend_kernel
-from fade_runtime.kernels.triton_codes import Parts, Stored, launch, padded
+from fade_runtime.kernels.triton_codes import Parts, Stored, constants, launch, padded
 from fade_runtime.kernels.triton_dense import dense
 from fade_runtime.kernels.triton_merge import Result, mass_kernel, merge_kernel
 from fade_runtime.kernels.triton_turn import Turn
@@ -91,12 +90,12 @@ def fused(
     if weights is not None:
         scores = torch.empty(rows, length, queries, **floats)
         packed_scores = [torch.empty(len(packed), queries, **floats) for packed in stored]
-    full = Full(key, value, *map(tl.constexpr, (dim, padded(dim), exact)))
+    full = Full(key, value, *constants(dim, padded(dim), exact))
     for index, (part, packed, how) in enumerate(zip(parts, stored, hows)):
         own = None if part.bias is None else part.bias.float().contiguous()
         wanted = (bias is not None, own is not None, softcap is not None, BLOCK, weights is not None)
         there: list[Any] = [query if each is None else each for each in (bias, own)]  # what is not is not read
-        ask = Asked._make([query, rotated, *there, float(softcap or 0), *map(tl.constexpr, wanted)])
+        ask = Asked._make([query, rotated, *there, float(softcap or 0), *constants(*wanted)])
         forms = Stored.of(packed), Parts.of(packed, "key", exact), Parts.of(packed, "value", exact), _turn(part, query)
         left = Result(tops, totals, outs, scores, packed_scores[index])
         first, count, here = (0, bases[1], pieces) if index == 0 else (bases[index], cuts[index].shape[1], 0)
@@ -155,10 +154,10 @@ def _turn(part: Part, query: Tensor) -> Turn:
     dim = query.shape[2]
     sizes = padded(dim), dim & -dim
     if part.table is None or part.positions is None:
-        return Turn(query, query, query, *map(tl.constexpr, (False, 2, False, *sizes)))
+        return Turn(query, query, query, *constants(False, 2, False, *sizes))
     cos, sin = part.table.cos.float().contiguous(), part.table.sin.float().contiguous()
-    fixed = (True, cos.shape[-1], part.table.interleaved, *sizes)
-    return Turn(cos, sin, part.positions.contiguous(), *map(tl.constexpr, fixed))
+    fixed = constants(True, cos.shape[-1], part.table.interleaved, *sizes)
+    return Turn(cos, sin, part.positions.contiguous(), *fixed)
 
 
 def pieces_of(packed: PackedTokens, rows: int, span: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ the width of the part are zero.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -24,6 +25,12 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 WORDS = not INTERPRETED and torch.version.hip is None
 EXACT = tl.constexpr("tf32x3" if WORDS else "ieee")  # products of float32
 CHUNK = tl.constexpr(64)  # channels that are rotated at once
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def constants(*values: Any) -> tuple[tl.constexpr, ...]:
+    """Values that a kernel is compiled for; kept, since making them takes longer than many a launch."""
+    return tuple(map(tl.constexpr, values))
 
 
 class Stored(NamedTuple):
@@ -97,7 +104,7 @@ class Parts(NamedTuple):
         sizes = (dim, parts, width, padded(width), bits, low_bits, quant.LEVELS[bits], quant.LEVELS[low_bits])
         short = tl.float32 if exact else tl.float16
         fixed = (*sizes, len(codes) > 0, len(low_codes) > 0, groups, short, WORDS and not exact)
-        return cls(*map(tl.constexpr, fixed))
+        return cls._make(constants(*fixed))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], beside: torch.Tensor, *given: Any, **options: int) -> None:
