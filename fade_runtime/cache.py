@@ -16,6 +16,7 @@ from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
 from fade_runtime.memory import MemoryController, target_bytes
 from fade_runtime.policy import POLICIES, Policy
+from fade_runtime.shadow import Shadow
 from fade_runtime.text import SeenText, find_tokenizer, table_for
 from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
@@ -296,11 +297,14 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
         else layer
         for index, layer in enumerate(stock)
     ]
-    return TieredCache(layers, config, policy, model, codebook, seen, memory, guard)
+    cache = TieredCache(layers, config, policy, model, codebook, seen, memory, guard)
+    if config.shadow_every is not None:
+        Shadow(model, cache, config.shadow_every)
+    return cache
 
 
 def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText | None:
-    if not policy.reads_text and config.assistant is None:
+    if not policy.reads_text and config.assistant is None and config.shadow_every is None:
         return None
     table = table_for(model, find_tokenizer(model, config.tokenizer)) if policy.reads_text else None
     if config.assistant is None:

@@ -85,6 +85,8 @@ class FadeConfig:
         monitor_every: decode steps in which the guard looks at each layer once.
         kl_target: a kv head whose KL(true attention over blocks || forecast) stays below goes back to its budget.
         kl_alarm: one above it has failed.
+        shadow_every: decode steps between two runs of the whole text in full precision, with which the guard compares
+            next-token distributions; each costs as much as a prompt of that length. None: never.
         on_rollback: "continue" with the text as it is, or "redecode": drop the tokens generated since all layers were
             last found in order, and decode them again (:mod:`fade_runtime.redecode`).
         compression: "off": this cache keeps everything exact, for requests that must not be risked.
@@ -137,6 +139,7 @@ class FadeConfig:
     monitor_every: int = 64
     kl_target: float = 0.05
     kl_alarm: float = 0.1
+    shadow_every: int | None = None
     on_rollback: str = "continue"
     compression: str = "on"
     strict: bool = True

@@ -21,6 +21,7 @@ from torch import Tensor
 from fade_runtime.attention import tiered_attention
 from fade_runtime.config import FadeConfig
 from fade_runtime.monitor import QUERIES, Look, measure, worst
+from fade_runtime.shadow import ShadowEvent
 from fade_runtime.spill import Spill
 from fade_runtime.tiers import Tier
 
@@ -85,6 +86,7 @@ class Guard:
         rollbacks: times that heads, a layer or everything was raised. restored: tokens that came back.
         looks: at layers. ms: milliseconds that they took.
         redecode_from: tokens that are beyond doubt, once a rollback has been; None: nothing is to be decoded again.
+        shadowed: the last comparison with full precision (``shadow_every``), or None.
         observer: is told of each look, or None.
     """
 
@@ -92,7 +94,8 @@ class Guard:
         self.config, self.layers = config, layers
         self.spill = None if config.spill == "none" else Spill(config.spill, config.spill_dir, config.spill_limit)
         self.watches: list[Watch] = []
-        self.observer: Callable[[GuardEvent], None] | None = None
+        self.observer: Callable[[GuardEvent | ShadowEvent], None] | None = None
+        self.shadowed: ShadowEvent | None = None
         self.rollbacks = self.restored = self.looks = 0
         self.ms = 0.0
         self._told = False
@@ -143,8 +146,9 @@ class Guard:
         Returns:
             state: "compressed", "raised" (some heads keep everything) or "full"; kl: of the worst head now, NaN before
             the first look; kl_by_layer: [L][H] running averages; recovery, recall: least of the last looks; raised:
-            heads that keep everything, of ``heads``; rollbacks, restored, looks, ms: counted; spilled: tokens and bytes
-            in the spill store, tokens that its limit dropped and that it lost, and why it broke, if it did.
+            heads that keep everything, of ``heads``; rollbacks, restored, looks, ms: counted; shadow: the last
+            comparison of next tokens, if any; spilled: tokens and bytes in the spill store, tokens that its limit
+            dropped and that it lost, and why it broke, if it did.
         """
         watches = [watch for watch in self.watches if watch.kl]
         raised = [head for watch in watches for head in watch.raised]
@@ -158,6 +162,8 @@ class Guard:
             "heads": len(raised),
         }
         found |= {name: getattr(self, name) for name in ("rollbacks", "restored", "looks", "ms")}
+        if self.shadowed is not None:
+            found["shadow"] = {name: getattr(self.shadowed, name) for name in ("seen", "kl", "top1")}
         if self.spill is not None:
             found["spilled"] = self.spill.report()
         return found

@@ -145,6 +145,10 @@ def check_guard(config: FadeConfig) -> None:
         raise FadeError(f"spill_limit {config.spill_limit!r} is not a whole number of bytes")
     if config.spill_limit is not None and config.spill == "none":
         raise FadeError("spill_limit is given but nothing is spilled; set spill='host' or 'disk'")
+    if config.shadow_every is not None and (not whole(config.shadow_every) or config.shadow_every < 1):
+        raise FadeError(f"shadow_every {config.shadow_every!r} is neither None nor a whole number of at least 1")
+    if config.shadow_every is not None and config.guard == "off":
+        raise FadeError("shadow_every is the guard's; set guard='warn' or 'rollback'")
     if config.on_rollback == "redecode":
         if config.guard != "rollback" or config.spill == "none":
             raise FadeError("on_rollback 'redecode' needs what was evicted; set guard='rollback' and a spill store")

@@ -25,6 +25,7 @@ from fade_runtime.cache import TieredCache, full_bytes, stored_bytes
 from fade_runtime.guard import GuardEvent
 from fade_runtime.layer import TieredLayer
 from fade_runtime.session import stored_options
+from fade_runtime.shadow import ShadowEvent
 from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 from predictor.files import write_aside
@@ -64,8 +65,8 @@ class Reassignment:
     ms: float
 
 
-Event: TypeAlias = Reassignment | GuardEvent
-KINDS = {Reassignment: "reassignment", GuardEvent: "guard"}
+Event: TypeAlias = Reassignment | GuardEvent | ShadowEvent
+KINDS = {Reassignment: "reassignment", GuardEvent: "guard", ShadowEvent: "shadow"}
 
 
 class Exporter(Protocol):
