@@ -68,10 +68,10 @@ def test_every_command_of_the_project_has_help() -> None:
 
 
 @pytest.mark.slow
-def test_the_python_block_runs(
+def test_the_python_blocks_run(
     real_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = blocks("python", README)
+    block, guarded = blocks("python", README)
     assert str(real_model_dir.relative_to(ROOT)) in block
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {}
@@ -79,6 +79,8 @@ def test_the_python_block_runs(
     out = capsys.readouterr().out
     assert float(out.split()[-1]) > 3  # compression of a float32 model's cache
     assert names["cache"].get_seq_length() > 1000  # type: ignore[attr-defined]
+    exec(compile(guarded, "README.md", "exec"), names)
+    assert names["cache"].monitor.report()["looks"] > 0  # type: ignore[attr-defined]
 
 
 def test_the_table_and_the_plot_are_of_the_committed_run() -> None:
