@@ -15,7 +15,8 @@ CELL = dict(dim=64, group=32, batch=1, length=200)
 
 
 def test_rows_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench_gpu.check_cell(CPU, **CELL) == []
+    assert bench_gpu.check_cell(CPU, **CELL) == [CELL]
+    assert set(bench_gpu.machine(CPU)) < set(bench_gpu.COLUMNS)
     rows = {row["method"]: row for row in bench_gpu.attention_rows(CPU, 1e12, 1, **CELL)}
     assert list(rows) == ["sdpa", "fused", "dequantised"]
     assert all(set(row) <= set(bench_gpu.COLUMNS) for row in rows.values())
