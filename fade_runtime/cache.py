@@ -277,7 +277,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     rotary, sharers, stock = find_rotary(model), hf.sharers(text), hf.stock_layers(text)
     tiered = sum(map(hf.can_tier, stock))
     memory = None if config.memory is None else _controller(model, config, policy, seen, tiered)
-    guard = None if config.guard == "off" else Guard(config, tiered)
+    guard = None if config.guard == "off" else Guard(config, tiered, memory)
     if config.on_rollback == "redecode":
         redecode.attach(model, all(map(hf.can_tier, stock)))
     layers = [

@@ -13,14 +13,14 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fade_runtime.attention import tiered_attention
 from fade_runtime.config import FadeConfig
-from fade_runtime.monitor import QUERIES, Look, measure, worst
+from fade_runtime.memory import LEAST, STEPS, MemoryController
+from fade_runtime.monitor import QUERIES, Asked, Look, measure, true_attention, worst
 from fade_runtime.shadow import ShadowEvent
 from fade_runtime.spill import Spill
 from fade_runtime.tiers import Tier
@@ -32,20 +32,6 @@ GAIN = 0.5  # weight of one query's divergence in the running average
 CALM = 4  # looks below the target after which a raised head goes back to its budget
 TOGETHER = 4  # queries of a later call whose attention is averaged
 LAYER, CACHE = 0.5, 0.2  # shares of raised heads from which the layer, and the cache, are raised
-
-
-class Asked(NamedTuple):
-    """The newest queries [B, Hq, Q, D] of a call, as its attention was asked for."""
-
-    query: Tensor
-    mask: Tensor | None
-    scaling: float
-    softcap: float | None
-
-    def newest(self, most: int) -> Asked:
-        """The same of the last ``most`` queries."""
-        mask = None if self.mask is None else self.mask[:, :, -most:]
-        return self._replace(query=self.query[:, :, -most:], mask=mask)
 
 
 @dataclass(frozen=True)
@@ -80,6 +66,7 @@ class Guard:
 
     Args:
         config: options of the cache. layers: number of layers that are watched.
+        memory: sets budgets from a target in bytes, or None; the guard bounds its compression.
 
     Attributes:
         spill: where evicted tokens are, or None.
@@ -90,8 +77,9 @@ class Guard:
         observer: is told of each look, or None.
     """
 
-    def __init__(self, config: FadeConfig, layers: int) -> None:
-        self.config, self.layers = config, layers
+    def __init__(self, config: FadeConfig, layers: int, memory: MemoryController | None = None) -> None:
+        self.config, self.layers, self.memory = config, layers, memory
+        self._bounded = 0  # tokens seen when the compression was last bounded
         self.spill = None if config.spill == "none" else Spill(config.spill, config.spill_dir, config.spill_limit)
         self.watches: list[Watch] = []
         self.observer: Callable[[GuardEvent | ShadowEvent], None] | None = None
@@ -120,6 +108,18 @@ class Guard:
             self.rollbacks += 1
             for watch in self.watches:
                 watch.behind = not all(watch.raised)
+
+    def bound(self, seen: int) -> None:
+        """After a rollback allow one step of compression less, once in ``monitor_every`` tokens."""
+        if self.memory is None or 0 < self._bounded > seen - self.config.monitor_every:
+            return
+        self._bounded = seen
+        self.memory.limit(max((step for step in STEPS if step < self.memory.compression), default=LEAST))
+
+    def calm(self) -> None:
+        """When no head is raised any more, allow all compression again."""
+        if self.memory is not None and not any(head for watch in self.watches for head in watch.raised):
+            self.memory.limit(None)
 
     def doubt(self, seen: int) -> None:
         """Note from where on tokens are to be decoded again, if that was asked for."""
@@ -277,6 +277,7 @@ class Watch:
         if alarmed:
             self.guard.rollbacks += 1
             self.guard.doubt(layer.seen)
+            self.guard.bound(layer.seen)
             heads = {*alarmed, *(head for head, raised in enumerate(self.raised) if raised)}
             whole = len(heads) >= LAYER * len(self.raised)
             restored = self._raise(layer, range(len(self.raised)) if whole else sorted(heads))
@@ -287,6 +288,8 @@ class Watch:
         calmed = [head for head, raised in enumerate(self.raised) if raised and self.calm[head] >= CALM]
         for head in calmed:
             self.raised[head] = False
+        if calmed:
+            self.guard.calm()
         return 0, "lower" if calmed else "look"
 
     def facts(self) -> dict[str, Any]:
@@ -318,53 +321,3 @@ class Watch:
         restored = store.restore(chosen)
         self.guard.restored += restored
         return restored
-
-
-def true_attention(
-    layer: TieredLayer, asked: Asked, together: int = QUERIES
-) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """Attention of a layer's newest queries over all its tokens, the spilled ones included.
-
-    Returns:
-        for each ``together`` queries, [R, S] share of attention that each slot received, the mean of those queries
-        and of their group; [R, S] the policy's scores, None if it has none that are shares; [R, S] bool, spilled.
-    """
-    store = layer.tokens.whole()
-    query, full, parts = layer.positions.read(store, asked.query)
-    steps, rows = query.shape[2], len(store.pad) * store.heads
-    masses: list[tuple[Tensor, list[Tensor]]] = []
-    for at in range(0, steps, together):
-        some = query[:, :, at : at + together]
-        _, to_full, to_parts = tiered_attention(
-            some,
-            full,
-            parts,
-            scaling=asked.scaling,
-            first=store.seen - steps + at,
-            mask=None if asked.mask is None else asked.mask[:, :, at : at + together],
-            weights=query.new_full((some.shape[2],), 1 / some.shape[2], dtype=torch.float32),
-            softcap=asked.softcap,
-        )
-        assert to_full is not None
-        masses.append((to_full, to_parts))
-    first = torch.arange(rows, device=query.device)[:, None] * store.seen
-    slots = full.slots.clamp(min=0).long().repeat_interleave(store.heads, 0)  # [R, n]
-    real = (full.slots >= store.pad[:, None]).repeat_interleave(store.heads, 0)
-    state = None if full.state is None else full.state.flatten(0, 1)[real]
-    places = [((first + slots)[real], slots[real], state, False)]
-    spilled = {id(tokens) for tokens in store.back}
-    for tokens in (body for body in store.body() if len(body)):
-        at_slot = tokens.slots()
-        places.append((tokens.token_row() * store.seen + at_slot, at_slot, tokens.state, id(tokens) in spilled))
-    scores, *attentions = torch.zeros(1 + len(masses), rows * store.seen, device=query.device)
-    gone = torch.zeros_like(scores, dtype=torch.bool)
-    for number, (index, at_slot, state, away) in enumerate(places):
-        for attention, (to_full, to_parts) in zip(attentions, masses):
-            attention.index_copy_(0, index, to_parts[number - 1] if number else to_full.flatten(0, 1)[real])
-        if state is not None:
-            scores.index_copy_(0, index, layer.policy.score(state, at_slot, store.seen, layer.prompt))
-        if away:
-            gone.index_fill_(0, index, True)
-    shape = rows, store.seen
-    expected = None if full.state is None else scores.view(shape)
-    return [each.view(shape) for each in attentions], expected, gone.view(shape)

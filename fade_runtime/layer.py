@@ -17,7 +17,7 @@ from fade_runtime.attention import tiered_attention
 from fade_runtime.checks import check_tokens
 from fade_runtime.config import FadeConfig
 from fade_runtime.fastgen import FastGen
-from fade_runtime.guard import Asked
+from fade_runtime.monitor import Asked
 from fade_runtime.planner import plan
 from fade_runtime.policy import Policy
 from fade_runtime.positions import Positions

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fade_runtime.attention import tiered_attention
+
+if TYPE_CHECKING:
+    from fade_runtime.layer import TieredLayer
 
 BLOCK = 16  # tokens pooled together
 FLOOR = 0.01  # share of attention that evicted tokens may receive under any forecast
@@ -103,3 +109,67 @@ def worst(looks: Sequence[Look]) -> Look:
         torch.stack([look.recovery for look in looks]).amin(0),
         torch.stack([look.recall for look in looks]).amin(0),
     )
+
+
+class Asked(NamedTuple):
+    """The newest queries [B, Hq, Q, D] of a call, as its attention was asked for."""
+
+    query: Tensor
+    mask: Tensor | None
+    scaling: float
+    softcap: float | None
+
+    def newest(self, most: int) -> Asked:
+        """The same of the last ``most`` queries."""
+        mask = None if self.mask is None else self.mask[:, :, -most:]
+        return self._replace(query=self.query[:, :, -most:], mask=mask)
+
+
+def true_attention(
+    layer: TieredLayer, asked: Asked, together: int = QUERIES
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """Attention of a layer's newest queries over all its tokens, the spilled ones included.
+
+    Returns:
+        for each ``together`` queries, [R, S] share of attention that each slot received, the mean of those queries
+        and of their group; [R, S] the policy's scores, None if it has none that are shares; [R, S] bool, spilled.
+    """
+    store = layer.tokens.whole()
+    query, full, parts = layer.positions.read(store, asked.query)
+    steps, rows = query.shape[2], len(store.pad) * store.heads
+    masses: list[tuple[Tensor, list[Tensor]]] = []
+    for at in range(0, steps, together):
+        some = query[:, :, at : at + together]
+        _, to_full, to_parts = tiered_attention(
+            some,
+            full,
+            parts,
+            scaling=asked.scaling,
+            first=store.seen - steps + at,
+            mask=None if asked.mask is None else asked.mask[:, :, at : at + together],
+            weights=query.new_full((some.shape[2],), 1 / some.shape[2], dtype=torch.float32),
+            softcap=asked.softcap,
+        )
+        assert to_full is not None
+        masses.append((to_full, to_parts))
+    first = torch.arange(rows, device=query.device)[:, None] * store.seen
+    slots = full.slots.clamp(min=0).long().repeat_interleave(store.heads, 0)  # [R, n]
+    real = (full.slots >= store.pad[:, None]).repeat_interleave(store.heads, 0)
+    state = None if full.state is None else full.state.flatten(0, 1)[real]
+    places = [((first + slots)[real], slots[real], state, False)]
+    spilled = {id(tokens) for tokens in store.back}
+    for tokens in (body for body in store.body() if len(body)):
+        at_slot = tokens.slots()
+        places.append((tokens.token_row() * store.seen + at_slot, at_slot, tokens.state, id(tokens) in spilled))
+    scores, *attentions = torch.zeros(1 + len(masses), rows * store.seen, device=query.device)
+    gone = torch.zeros_like(scores, dtype=torch.bool)
+    for number, (index, at_slot, state, away) in enumerate(places):
+        for attention, (to_full, to_parts) in zip(attentions, masses):
+            attention.index_copy_(0, index, to_parts[number - 1] if number else to_full.flatten(0, 1)[real])
+        if state is not None:
+            scores.index_copy_(0, index, layer.policy.score(state, at_slot, store.seen, layer.prompt))
+        if away:
+            gone.index_fill_(0, index, True)
+    shape = rows, store.seen
+    expected = None if full.state is None else scores.view(shape)
+    return [each.view(shape) for each in attentions], expected, gone.view(shape)

@@ -258,6 +258,24 @@ def test_levels_rise_from_head_to_layer_to_cache_and_fall_again(tiny_model: Any)
     assert evicted(cache) > 0  # back to the budget
 
 
+def test_a_memory_target_is_compressed_less_after_a_rollback(model: Any) -> None:
+    cache, (watch, _) = watches(model, memory=20_000, int4_budget=None, monitor_every=8)
+    before = cache.memory.compression
+    assert before > 4.0
+    with pytest.warns(RuntimeWarning, match="looks at evicted tokens more than was forecast"):
+        watch._follow(cache.tiered[0], look(1.0, 0), 1)
+    first = cache.memory.most
+    assert 4.0 <= first < before
+    watch._follow(cache.tiered[0], look(0, 1.0), 1)  # in the same steps: once is enough
+    assert cache.memory.most == first
+    for each, layer in zip(cache.guard.watches, cache.tiered):
+        each.behind = False
+        for _ in range(CALM + 1):
+            each.kl = [0.0] * 2
+            each._follow(layer, look(0, 0), 1)
+    assert cache.memory.most == 16.0
+
+
 def test_one_bad_step_is_not_enough_two_are(model: Any) -> None:
     cache, (watch, _) = watches(model)
     watch.kl = [0.0, 0.0]
