@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import weakref
 from collections.abc import Callable
@@ -70,9 +71,11 @@ class Shadow:
         text, guard = cache.text, cache.guard
         assert text is not None
         assert guard is not None
-        mask = given.get("attention_mask")
+        asked = dict(attention_mask=given.get("attention_mask"), use_cache=False)
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            asked["logits_to_keep"] = 1
         with torch.no_grad():
-            full = model(text.upto(seen).long(), attention_mask=mask, use_cache=False, logits_to_keep=1).logits
+            full = model(text.upto(seen).long(), **asked).logits
         ours = output.logits[:, -1]
         same = (full[:, -1].argmax(-1) == ours.argmax(-1)).float().mean()
         kl = float(next_token_kl(full[:, -1], ours).max())

@@ -18,6 +18,7 @@ from fade_runtime.hf import forward_kwargs
 from fade_runtime.shadow import ShadowEvent, next_token_kl
 from fade_runtime.telemetry import ListExporter, attach_telemetry
 from pipelines.measure import dense_twin
+from tests.families import FAMILIES
 
 OPTIONS: dict[str, Any] = dict(
     n_sink=2, recent_window=16, int4_budget=20, reassign_every=16, guard="warn", spill="host", kl_alarm=1e9
@@ -57,6 +58,19 @@ def test_it_is_the_divergence_from_the_full_cache(model: Any, pad: int) -> None:
         assert kl == pytest.approx(expected[seen], rel=1e-3, abs=1e-6)
         assert kl > 1e-4
     assert cache.monitor.report()["shadow"]["kl"] == found[296]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mistral_sliding"])
+def test_in_every_family_nothing_compressed_has_no_divergence(family: str) -> None:
+    model, ids = FAMILIES[family](), prompt(2, 42)
+    cache = create_tiered_cache(model, FadeConfig(recent_window=100, guard="warn", spill="host", shadow_every=1))
+    model(ids[:, :40], **forward_kwargs(cache, model))
+    for at in (40, 41):
+        model(ids[:, at : at + 1], **forward_kwargs(cache, model))
+    shadow = cache.monitor.report()["shadow"]
+    assert shadow["seen"] == 42
+    assert abs(shadow["kl"]) < 1e-5
+    assert shadow["top1"] == 1
 
 
 def test_plain_generate_is_shadowed_and_the_hook_goes_with_the_cache(model: Any) -> None:
