@@ -6,6 +6,7 @@ forecast of attention. The monitor looks at true attention, over evicted tokens 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -147,7 +148,7 @@ def true_attention(
             scaling=asked.scaling,
             first=store.seen - steps + at,
             mask=None if asked.mask is None else asked.mask[:, :, at : at + together],
-            weights=query.new_full((some.shape[2],), 1 / some.shape[2], dtype=torch.float32),
+            weights=_even(some.shape[2], query.device),
             softcap=asked.softcap,
         )
         assert to_full is not None
@@ -173,3 +174,10 @@ def true_attention(
     shape = rows, store.seen
     expected = None if full.state is None else scores.view(shape)
     return [each.view(shape) for each in attentions], expected, gone.view(shape)
+
+
+@functools.lru_cache(maxsize=8)
+def _even(count: int, device: torch.device) -> Tensor:
+    """Equal weights of so many queries, always the same tensor."""
+    with torch.inference_mode(False):
+        return torch.full((count,), 1 / count, device=device)

@@ -20,10 +20,11 @@ PARAMS = torch.float16  # scales and zeros
 @functools.lru_cache(maxsize=32)
 def _hadamard_matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     power = dim & -dim  # the largest power of two that divides the head dim
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < power:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    return torch.block_diag(*[matrix * power**-0.5] * (dim // power)).to(device, dtype)
+    with torch.inference_mode(False):  # it outlives the call that asked first
+        matrix = torch.ones(1, 1)
+        while matrix.shape[0] < power:
+            matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+        return torch.block_diag(*[matrix * power**-0.5] * (dim // power)).to(device, dtype)
 
 
 def hadamard(x: Tensor) -> Tensor:

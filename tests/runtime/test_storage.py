@@ -193,3 +193,12 @@ def test_slots_use_the_smallest_type_that_holds_them(gap: int, dtype: torch.dtyp
     )
     assert packed.offset.dtype == dtype
     assert torch.equal(packed.slots(), slots)
+
+
+def test_the_rotation_that_inference_made_serves_training_too() -> None:
+    quant._hadamard_matrix.cache_clear()
+    with torch.inference_mode():
+        quant.hadamard(torch.randn(2, 48))
+    x = torch.randn(2, 48, requires_grad=True)
+    quant.hadamard(x).sum().backward()
+    assert x.grad is not None
