@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.report import table
+from pipelines.task_report import tables
 from tests.commands import ROOT, run_command
 
 README = (ROOT / "README.md").read_text()
@@ -94,6 +95,16 @@ def test_the_table_and_the_plot_are_of_the_committed_run() -> None:
     assert run["machine"]["processor"] in said
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", said):
         assert (ROOT / picture).stat().st_size < 150_000
+
+
+def test_the_tables_of_tasks_are_of_the_committed_rows() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "tasks.jsonl").read_text().splitlines()]
+    text = (RESULTS / "tasks.md").read_text()
+    runs = [row["name"] for row in rows if row["kind"] == "run"]
+    assert len(runs) > 1
+    for name in runs:
+        assert tables([row for row in rows if row["kind"] == "task" and row["run"] == name]) in text
+    assert (RESULTS / "tasks.png").stat().st_size < 150_000
 
 
 def test_links_and_the_tree_lead_somewhere() -> None:

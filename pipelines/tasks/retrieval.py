@@ -5,10 +5,13 @@ All are generated: a seed and a length in the model's own tokens make them.
 
 from __future__ import annotations
 
+import functools
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from data.corpus import builtin_families
 from pipelines.tasks.scores import contains
 from pipelines.tasks.task import Example, Output, Prompt, Turn, Wish
 
@@ -58,7 +61,9 @@ class Lookup:
         """Examples; the keys that are asked for lie at depths that are evenly spread over all of them."""
         drawn = random.Random(wish.seed)
         for depth in _depths(wish.n):
-            yield self._example(wish, depth, [(key, _value(drawn)) for key in _keys(drawn)])
+            words = drawn.sample(_words(), len(_words()))
+            keys = [f"{one}-{other}" for one, other in zip(words[::2], words[1::2])]
+            yield self._example(wish, depth, [(key, _value(drawn)) for key in keys])
 
     def _example(self, wish: Wish, depth: float, record: list[tuple[str, str]]) -> Example:
         def prompt(count: int) -> Prompt:
@@ -157,6 +162,13 @@ def _keys(drawn: random.Random) -> list[str]:
     """All pairs of words, in an order of their own."""
     pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
     return drawn.sample(pairs, len(pairs))
+
+
+@functools.cache
+def _words() -> list[str]:
+    """Words of the text that comes with Python, each once: rows whose keys share words would be another task."""
+    text = " ".join(text.text for family in builtin_families(0, "topics") for text in family)
+    return sorted(set(re.findall(r"\b[a-z]{5,9}\b", text)))
 
 
 def _value(drawn: random.Random) -> str:
