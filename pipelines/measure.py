@@ -263,7 +263,7 @@ class PeerRun(Run):
 
     def __init__(self, model: Any, peer: Peer) -> None:
         self.model, self.tiered, self.peer, self.cache = model, False, peer, peer.cache(model)
-        self.stride, self.since, self.seen, self.stores = peer.stride, 0, 0, peer.stores
+        self.stride, self.since, self.seen, self.stores = peer.stride, 0, 0, False
 
     def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
         """Read the prompt as the peer wants it, then the tokens after it: [n or 1, V].
@@ -280,6 +280,12 @@ class PeerRun(Run):
             return self.model(tokens, use_cache=True, **where, **forward_kwargs(self.cache, self.model)).logits[0]
         except Exception as error:  # another project's code raises what it likes
             raise PeerError(self.peer, tokens.shape[1], error) from error
+
+    def copied(self) -> Run:
+        """The same model with a copy of the cache, made as the peer's can be."""
+        other = copy.copy(self)
+        other.cache = self.peer.copied(self.cache)
+        return other
 
     def half_precision_bytes(self) -> tuple[int, int]:
         """What is reachable from the cache, and what a full cache of the same text holds."""

@@ -6,6 +6,7 @@ it, and then decodes. Its bytes are counted by walking what is reachable from it
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,14 +28,12 @@ class Peer:
     Attributes:
         package: what must be importable. install: how pip names it.
         stride: tokens that may come in one call and leave the cache as they would one at a time.
-        stores: while a prompt is read, its layers store what they are given, and the peer does nothing else.
         keeps_positions: after it has evicted, tokens go on at their place in the text, and the caller must say so.
     """
 
     package: ClassVar[str]
     install: ClassVar[str]
     stride: ClassVar[int] = 64
-    stores: ClassVar[bool] = False
     keeps_positions: ClassVar[bool] = False
 
     def imported(self, name: str = "") -> Any:
@@ -57,6 +56,10 @@ class Peer:
     def read(self, model: Any, tokens: Tensor, cache: Any) -> Tensor:
         """Read a prompt [1, S] into the cache, compress; the logits after its last token: [1, V]."""
         return model(tokens, logits_to_keep=1, use_cache=True, **forward_kwargs(cache, model)).logits[0]
+
+    def copied(self, cache: Any) -> Any:
+        """A copy of a cache, to go on in another way."""
+        return copy.deepcopy(cache)
 
 
 class MissingPeer(FadeError):
@@ -91,7 +94,6 @@ class Quantised(Peer):
     axis_value: int = 0
 
     backend: ClassVar[str]
-    stores: ClassVar[bool] = True
     stride: ClassVar[int] = 128  # transformers' residual_length
 
     def cache(self, model: Any) -> Any:
@@ -101,6 +103,13 @@ class Quantised(Peer):
         self.imported()
         options = {each.name: getattr(self, each.name) for each in fields(self)}
         return QuantizedCache(self.backend, model.config, residual_length=self.stride, **options)
+
+
+    def copied(self, cache: Any) -> Any:
+        """A copy that shares what is quantised: that is replaced, not changed, and quanto cannot copy it."""
+        other = copy.copy(cache)
+        other.layers = [copy.copy(layer) for layer in cache.layers]
+        return other
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
-from pipelines.measure import FULL, Method, compare
+from pipelines.measure import FULL, Method, compare, read_prompt, start
 from pipelines.peers import MissingPeer, Peer, PeerError, make_peer, reachable, resident_bytes
 from predictor.errors import FadeError
 
-CONTEXT, STEPS = 301, 33
+CONTEXT, STEPS = 301, 33  # hqq packs an even number of groups; there are two heads
 REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "quanto 4": ("quanto", {}),
     "quanto 2": ("quanto", {"nbits": 2}),
@@ -169,3 +169,20 @@ def test_real_peers_run_and_lose_something(name: str, tiny_model: Callable[..., 
     assert measured.full_bytes == safe.full_bytes
     if peer != "fade-kv":  # which keeps codes and what they stand for
         assert measured.resident_bytes < measured.full_bytes
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_copy_of_a_real_peers_cache_goes_its_own_way(
+    name: str, tiny_model: Callable[..., Any], tokens: Tensor
+) -> None:
+    peer, options = REAL[name]
+    pytest.importorskip(PACKAGES[peer])
+    model = tiny_model(hidden_size=256, head_dim=64)
+    (run,) = start([Method(name, make_peer(peer, options))], model, model)
+    head, tail = tokens.split([CONTEXT - 1, STEPS + 1], dim=1)
+    with torch.inference_mode():
+        read_prompt([run], head)
+        aside = run.copied()
+        first = aside.follow(tail)
+        assert aside.half_precision_bytes()[1] > run.half_precision_bytes()[1]
+        torch.testing.assert_close(run.follow(tail), first)
