@@ -219,7 +219,9 @@ def summary(report: dict[str, Any], dtype: str) -> str:
     """One line on memory from a memory report."""
     resident, full = report["resident_bytes"] / 2**20, report["full_bytes"] / 2**20
     times = f"{report['compression']:.2f}x smaller"
-    return f"cache: {resident:.2f} MiB resident, {full:.2f} MiB if full in {dtype}: {times}"
+    spilled = report["tiers"]["spilled"] / 2**20
+    waits = f" ({spilled:.2f} of them evicted tokens that wait in the same memory)" if spilled else ""
+    return f"cache: {resident:.2f} MiB resident{waits}, {full:.2f} MiB if full in {dtype}: {times}"
 
 
 def timed_streamer(tokenizer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,19 @@ def test_what_the_guard_does_is_said(tiny_model_dir: Path, capsys: pytest.Captur
     assert "layer 0: KL" in err
     assert "heads keep everything" in err
     assert "guard: full after" in out
+
+
+@pytest.mark.parametrize("spill", ["host", "disk"])
+def test_memory_says_what_waits_in_it(
+    spill: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ("--spill_dir", tmp_path) if spill == "disk" else ()
+    asked = [*ASKED, "--guard", "warn", "--spill", spill, *folder]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        status, out, _ = run(capsys, "--model", tiny_model_dir, *asked)
+    assert status == 0
+    assert ("evicted tokens that wait in the same memory" in out) == (spill == "host")
 
 
 @pytest.mark.filterwarnings("ignore:after:RuntimeWarning")
