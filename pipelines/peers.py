@@ -256,8 +256,10 @@ def make_peer(name: str, options: Mapping[str, Any]) -> Peer:
         FadeError: unknown peer or option; a package that is not installed.
 
     Example:
-        >>> make_peer("kvpress", {"press": "KnormPress", "ratio": 0.5})  # doctest: +SKIP
-        Kvpress(press='KnormPress', options={'ratio': 0.5})
+        >>> make_peer("gguf", {"bits": 4})
+        Traceback (most recent call last):
+            ...
+        predictor.errors.FadeError: peer 'gguf' is not known; choose from quanto, hqq, kvpress, fade-kv
     """
     if name not in PEERS:
         raise FadeError(f"peer {name!r} is not known; choose from {', '.join(PEERS)}")
