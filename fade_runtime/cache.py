@@ -122,6 +122,7 @@ class TieredCache(Cache):
         """
         if self.guard is None:
             raise FadeError("this cache has no guard; create it with FadeConfig(guard='warn') or guard='rollback'")
+        self.guard.cache = weakref.ref(self)
         return self.guard
 
     @property

@@ -85,6 +85,8 @@ class FadeConfig:
         monitor_every: decode steps in which the guard looks at each layer once.
         kl_target: a kv head whose KL(true attention over blocks || forecast) stays below goes back to its budget.
         kl_alarm: one above it has failed.
+        prefetch: bring back evicted tokens while decoding that are looked at as much as kept ones are; they compete for
+            the budget again, and what is weaker leaves instead.
         shadow_every: decode steps between two runs of the whole text in full precision, with which the guard compares
             next-token distributions; each costs as much as a prompt of that length. None: never.
         on_rollback: "continue" with the text as it is, or "redecode": drop the tokens generated since all layers were
@@ -139,6 +141,7 @@ class FadeConfig:
     monitor_every: int = 64
     kl_target: float = 0.05
     kl_alarm: float = 0.1
+    prefetch: bool = False
     shadow_every: int | None = None
     on_rollback: str = "continue"
     compression: str = "on"

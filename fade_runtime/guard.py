@@ -21,11 +21,13 @@ from torch import Tensor
 from fade_runtime.config import FadeConfig
 from fade_runtime.memory import LEAST, STEPS, MemoryController
 from fade_runtime.monitor import QUERIES, Asked, Look, measure, true_attention, worst
+from fade_runtime.prefetch import Wanted, expected
 from fade_runtime.shadow import ShadowEvent
 from fade_runtime.spill import Spill
 from fade_runtime.tiers import Tier
 
 if TYPE_CHECKING:
+    from fade_runtime.cache import TieredCache
     from fade_runtime.layer import TieredLayer
 
 GAIN = 0.5  # weight of one query's divergence in the running average
@@ -71,10 +73,12 @@ class Guard:
     Attributes:
         spill: where evicted tokens are, or None.
         rollbacks: times that heads, a layer or everything was raised. restored: tokens that came back.
+        fetched: tokens that came back because they were expected to be needed (``prefetch``).
         looks: at layers. ms: milliseconds that they took.
         redecode_from: tokens that are beyond doubt, once a rollback has been; None: nothing is to be decoded again.
         shadowed: the last comparison with full precision (``shadow_every``), or None.
         observer: is told of each look, or None.
+        cache: gives the cache that was last asked for its monitor.
     """
 
     def __init__(self, config: FadeConfig, layers: int, memory: MemoryController | None = None) -> None:
@@ -82,9 +86,10 @@ class Guard:
         self._bounded = 0  # tokens seen when the compression was last bounded
         self.spill = None if config.spill == "none" else Spill(config.spill, config.spill_dir, config.spill_limit)
         self.watches: list[Watch] = []
+        self.cache: Callable[[], TieredCache | None] | None = None
         self.observer: Callable[[GuardEvent | ShadowEvent], None] | None = None
         self.shadowed: ShadowEvent | None = None
-        self.rollbacks = self.restored = self.looks = 0
+        self.rollbacks = self.restored = self.fetched = self.looks = 0
         self.ms = 0.0
         self._told = False
         self.redecode_from: int | None = None
@@ -146,9 +151,10 @@ class Guard:
         Returns:
             state: "compressed", "raised" (some heads keep everything) or "full"; kl: of the worst head now, NaN before
             the first look; kl_by_layer: [L][H] running averages; recovery, recall: least of the last looks; raised:
-            heads that keep everything, of ``heads``; rollbacks, restored, looks, ms: counted; shadow: the last
-            comparison of next tokens, if any; spilled: tokens and bytes in the spill store, tokens that its limit
-            dropped and that it lost, and why it broke, if it did.
+            heads that keep everything, of ``heads``; resident: bytes held, as a share of those of a full cache;
+            rollbacks, restored, fetched, looks, ms: counted; shadow: the last comparison of next tokens, if any;
+            spilled: tokens and bytes in the spill store, tokens that its limit dropped and that it lost, and why it
+            broke, if it did.
         """
         watches = [watch for watch in self.watches if watch.kl]
         raised = [head for watch in watches for head in watch.raised]
@@ -161,7 +167,10 @@ class Guard:
             "raised": sum(raised),
             "heads": len(raised),
         }
-        found |= {name: getattr(self, name) for name in ("rollbacks", "restored", "looks", "ms")}
+        found |= {name: getattr(self, name) for name in ("rollbacks", "restored", "fetched", "looks", "ms")}
+        cache = None if self.cache is None else self.cache()
+        if cache is not None:
+            found["resident"] = 1 / cache.memory_report()["compression"]
         if self.shadowed is not None:
             found["shadow"] = {name: getattr(self.shadowed, name) for name in ("seen", "kl", "top1")}
         if self.spill is not None:
@@ -178,6 +187,7 @@ class Watch:
         recovery, recall: least of the last look.
         good: tokens seen when the layer last had no head above the alarm.
         behind: the cache was raised and this layer has not followed yet.
+        wanted: evicted tokens that are on their way back, because they are expected to be needed.
     """
 
     STORED: ClassVar = ("kl", "raised", "calm", "recovery", "recall", "good", "behind")
@@ -195,6 +205,7 @@ class Watch:
         self.good = 0
         self.behind = False
         self.asked: Asked | None = None
+        self.wanted: Wanted | None = None
         self._looked = 0
         self._reviewing = False  # a plan is being made: what is raised comes back after it was carried out
 
@@ -206,6 +217,9 @@ class Watch:
             self.raised, self.calm = [False] * layer.tokens.heads, [0] * layer.tokens.heads
         if self.behind:
             self._raise(layer, range(len(self.raised)))
+        if self.wanted is not None and self.wanted.ready():
+            self.guard.fetched += self.wanted.fetch(layer)
+            self.wanted = None
 
     def end(self, layer: TieredLayer, new: int) -> None:
         """Look, if it is time: in turn with the other layers while decoding, and in each call of several tokens."""
@@ -247,6 +261,8 @@ class Watch:
             gone[rows, slots] = tiers == Tier.EVICTED
         look = worst([measure(attention, gone, scores, layer.tokens.heads) for attention in attentions])
         restored, action = self._follow(layer, look, self.asked.query.shape[2])
+        if self.guard.config.prefetch and plan is None and action == "look":
+            self.wanted = expected(layer, attentions, gone)
         guard, ms = self.guard, 1e3 * (time.perf_counter() - started)
         self._looked = layer.seen
         guard.looks += 1
@@ -318,6 +334,6 @@ class Watch:
         if not any(self.raised):
             return 0
         chosen = torch.tensor(self.raised, device=store.pad.device).repeat(len(store.pad))  # [R]
-        restored = store.restore(chosen)
+        restored = store.restore(lambda tokens: chosen[tokens.token_row()])
         self.guard.restored += restored
         return restored

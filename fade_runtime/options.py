@@ -145,6 +145,8 @@ def check_guard(config: FadeConfig) -> None:
         raise FadeError(f"spill_limit {config.spill_limit!r} is not a whole number of bytes")
     if config.spill_limit is not None and config.spill == "none":
         raise FadeError("spill_limit is given but nothing is spilled; set spill='host' or 'disk'")
+    if config.prefetch and config.spill == "none":
+        raise FadeError("prefetch brings spilled tokens back; set guard and spill='host' or 'disk'")
     if config.shadow_every is not None and (not whole(config.shadow_every) or config.shadow_every < 1):
         raise FadeError(f"shadow_every {config.shadow_every!r} is neither None nor a whole number of at least 1")
     if config.shadow_every is not None and config.guard == "off":

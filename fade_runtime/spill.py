@@ -10,7 +10,8 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -57,6 +58,7 @@ class Chunk:
     ) -> None:
         self.forms, self.tensors, self.path, self.nbytes, self.tokens = forms, tensors, path, nbytes, tokens
         self._size = path.stat().st_size if path is not None else 0
+        self._ahead: dict[str, Tensor] | None = None  # read before it is asked for
         self._remove = None if path is None else weakref.finalize(self, path.unlink, missing_ok=True)
 
     def __deepcopy__(self, memo: object) -> Chunk:
@@ -65,9 +67,28 @@ class Chunk:
 
     def drop(self) -> None:
         """Forget the tokens."""
-        self.tensors, self.tokens, self.nbytes = {}, 0, 0
+        self.tensors, self.tokens, self.nbytes, self._ahead = {}, 0, 0, None
         if self._remove is not None:
             self._remove()
+
+    def read_ahead(self) -> None:
+        """Read the file now, for the next :meth:`read`; may run in another thread. A failure waits until then."""
+        try:
+            self._ahead = self._stored()
+        except SpillError:
+            self._ahead = None
+
+    def _stored(self) -> dict[str, Tensor]:
+        if self.tensors is not None:
+            return self.tensors
+        assert self.path is not None
+        try:
+            size = self.path.stat().st_size
+            if size != self._size:
+                raise SpillError(f"spill file {self.path} has {size} bytes of {self._size}")
+            return {name: tensor.clone() for name, tensor in load_file(self.path).items()}
+        except FAILURES as error:
+            raise SpillError(f"spill file {self.path} cannot be read ({error})") from error
 
     def read(self, device: torch.device) -> list[Body]:
         """The tokens, on a device.
@@ -75,16 +96,8 @@ class Chunk:
         Raises:
             SpillError: their file is gone or was cut.
         """
-        stored = self.tensors
-        if stored is None:
-            assert self.path is not None
-            try:
-                size = self.path.stat().st_size
-                if size != self._size:
-                    raise SpillError(f"spill file {self.path} has {size} bytes of {self._size}")
-                stored = {name: tensor.clone() for name, tensor in load_file(self.path).items()}
-            except FAILURES as error:
-                raise SpillError(f"spill file {self.path} cannot be read ({error})") from error
+        ahead, self._ahead = self._ahead, None
+        stored = self._stored() if ahead is None else ahead
         if not self.tokens:
             return list(self.forms)
         found: list[Body] = []
@@ -107,6 +120,7 @@ class Spill:
     Attributes:
         dropped: tokens that the limit cost.
         lost: tokens whose storage failed them.
+        threads: read ahead.
         broken: why nothing can be stored any more, or None; from then on nothing is evicted.
 
     Raises:
@@ -119,6 +133,7 @@ class Spill:
         self.broken: str | None = None
         self._live: list[weakref.ref[Chunk]] = []
         self.folder: Path | None = None
+        self.threads = ThreadPoolExecutor(1, "fade-spill")  # its thread begins with the first read ahead
         if where == "disk":
             assert directory is not None
             self.folder, lock = _own_folder(Path(directory))
@@ -230,12 +245,15 @@ class SpilledTokens:
         last, bodies = len(self.chunks), list(bodies)
         nbytes = _nbytes(bodies)
         most = None if self.spill.limit is None else self.spill.limit // LARGEST
-        while last and self.chunks[last - 1].nbytes <= 2 * nbytes and (most is None or 3 * nbytes <= most):
-            last -= 1
-            bodies = _joined(self._read(self.chunks[last]), bodies)
-            nbytes = _nbytes(bodies)
         try:
+            while last and self.chunks[last - 1].nbytes <= 2 * nbytes and (most is None or 3 * nbytes <= most):
+                last -= 1
+                bodies = _joined(self._read(self.chunks[last]), bodies)
+                nbytes = _nbytes(bodies)
             chunk = self.spill.write(bodies)
+        except FAILURES as error:  # also of memory for joining them
+            self.spill.fail(f"the spill store takes no more tokens: {error}")
+            return False
         except SpillError:
             return False
         self.chunks[last:] = [chunk]
@@ -247,23 +265,27 @@ class SpilledTokens:
         self.chunks = [chunk for chunk in self.chunks if chunk.tokens]
         return [bodies for bodies in found if bodies]
 
-    def take(self, rows: Tensor | None = None) -> list[Body]:
-        """Take out the tokens of rows [R] bool, or all of them; an empty list if there are none."""
+    def take(self, chosen: Callable[[Body], Tensor] | None = None) -> list[Body]:
+        """Take out tokens, those that a function of each kind chooses, [T] bool, or all; an empty list without any."""
         found: list[Body] = []
         for bodies in self.read():
             found = _joined(found, bodies) if found else bodies
         if not found:
             return []
         rest: list[Body] = []
-        if rows is not None:
-            mine = [rows[body.token_row()] for body in found]
-            rest = [body.keep(~chosen) for body, chosen in zip(found, mine)]
-            found = [body.keep(chosen) for body, chosen in zip(found, mine)]
+        if chosen is not None:
+            mine = [chosen(body) for body in found]
+            rest = [body.keep(~mask) for body, mask in zip(found, mine)]
+            found = [body.keep(mask) for body, mask in zip(found, mine)]
         old, self.chunks = self.chunks, []
         if any(map(len, rest)) and not self.add(rest):
             found = _joined(found, rest)  # better back in the cache than lost
         del old
         return found
+
+    def read_ahead(self) -> Future[None]:
+        """Read what is on disk in another thread, for the next :meth:`take` or :meth:`read`."""
+        return self.spill.threads.submit(_read_ahead, list(self.chunks))
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep rows by index, in the given order and as often as named."""
@@ -283,6 +305,11 @@ class SpilledTokens:
             self.spill.fail(f"{chunk.tokens:,} evicted tokens are lost: {error}")
             chunk.drop()
             return []
+
+
+def _read_ahead(chunks: Sequence[Chunk]) -> None:
+    for chunk in chunks:
+        chunk.read_ahead()
 
 
 def _joined(first: Sequence[Any], second: Sequence[Any]) -> list[Body]:

@@ -122,9 +122,9 @@ class TokenStore:
             view.back = [body for bodies in self.spilled.read() for body in bodies if len(body)]
         return view
 
-    def restore(self, rows: Tensor | None = None) -> int:
-        """Bring the spilled tokens of rows [R] bool, or all of them, back into their tiers; returns their number."""
-        return 0 if self.spilled is None else self.take_in(self.spilled.take(rows))
+    def restore(self, chosen: Callable[[Body], Tensor] | None = None) -> int:
+        """Bring spilled tokens back into their tiers, all or those that a function chooses; returns their number."""
+        return 0 if self.spilled is None else self.take_in(self.spilled.take(chosen))
 
     def take_in(self, bodies: Sequence[Body]) -> int:
         """Join tokens that were evicted to their tiers; returns their number."""

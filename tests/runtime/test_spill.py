@@ -66,7 +66,7 @@ def test_what_was_spilled_comes_back_bit_by_bit(where: str, lengths: list[int], 
     expected = contents(given)
     assert same(contents(held.read()), expected)
     rows = torch.arange(len(lengths)) % 2 == 0
-    taken = held.take(rows)
+    taken = held.take(lambda tokens: rows[tokens.token_row()])
     assert same(contents(taken), {key: each for key, each in expected.items() if rows[key[0]]})
     assert same(contents(held.read()), {key: each for key, each in expected.items() if not rows[key[0]]})
     held.take()
@@ -199,6 +199,39 @@ def test_a_directory_that_goes_away_loses_nothing(tmp_path: Path) -> None:
     shutil.rmtree(held.spill.folder)
     with pytest.warns(RuntimeWarning, match="takes no more tokens: .*; tokens are kept in the cache from here on"):
         assert not held.add([tokens([64])])
+
+
+def test_a_host_without_memory_loses_nothing() -> None:
+    script = """
+        import resource, warnings
+        import torch
+        from fade_runtime.spill import Spill, SpilledTokens
+        from tests.runtime.test_spill import contents, tokens
+        warnings.simplefilter("ignore")
+        held, more = SpilledTokens(Spill("host"), torch.device("cpu")), tokens([4_000_000], dim=16)
+        assert held.add([tokens([64])])
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (size + 20_000_000, hard))
+        assert not held.add([more])
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        assert len(contents(held.take())) == 64
+        print(held.spill.broken)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("the spill store takes no more tokens: ")
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_was_read_ahead_is_not_read_again(where: str, tmp_path: Path) -> None:
+    held = SpilledTokens(spill(where, tmp_path), CPU)
+    given = tokens([100, 30])
+    held.add([given])
+    held.read_ahead().result()
+    for file in tmp_path.glob("*/*.safetensors"):
+        os.truncate(file, 100)
+    assert same(contents(held.read()), contents([given]))
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
