@@ -29,8 +29,15 @@ def check_tokens(layer: int, held: Tensor | None, key: Tensor, value: Tensor) ->
                 f"layer {layer} holds tokens of {name} {before}, the model now gives {now}; call cache.reset()"
             )
     # a GPU would have to be waited for in each layer of each step
-    if key.device.type != "cpu" or math.isfinite(key.sum().item() + value.sum().item()):
+    if key.device.type != "cpu" or _surely_finite(key, value):
         return
     for name, tensor in (("keys", key), ("values", value)):
         if not bool(tensor.isfinite().all()):  # else only their sum is out of range
             raise FadeError(f"layer {layer} was given {name} that are not finite; check the model's dtype and input")
+
+
+def _surely_finite(key: Tensor, value: Tensor) -> bool:
+    """Whether one number that every infinity and every NaN would show in is finite; it may also overflow."""
+    if key.shape == value.shape:
+        return math.isfinite(key.flatten().dot(value.flatten()).item())
+    return math.isfinite(key.sum().item() + value.sum().item())

@@ -145,15 +145,14 @@ class TokenStore:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Take in the next tokens [B, H, Q, D]."""
         full, steps = self.full, key.shape[2]
-        slots = torch.arange(self.seen, self.seen + steps, dtype=torch.int32, device=key.device)
-        state = full.state
-        if state is not None:
-            state = torch.cat((state, state.new_zeros(*key.shape[:3])), dim=2)
+        slots = torch.constant_pad_nd(full.slots, (0, steps), self.seen)
+        if steps > 1:
+            slots[:, -steps:] += torch.arange(steps, dtype=torch.int32, device=key.device)
         self.full = FullTokens(
             torch.cat((full.key, key), dim=2),
             torch.cat((full.value, value), dim=2),
-            torch.cat((full.slots, slots.expand(key.shape[0], -1)), dim=1),
-            state,
+            slots,
+            None if full.state is None else torch.constant_pad_nd(full.state, (0, steps)),
         )
         if "holes" in vars(full):  # a new token is none
             vars(self.full)["holes"] = full.holes
