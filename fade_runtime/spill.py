@@ -164,8 +164,8 @@ class Spill:
         self._live = [each for each in self._live if each() is not None]
         return [chunk for each in self._live if (chunk := each()) is not None]
 
-    def write(self, bodies: Sequence[Body]) -> Chunk:
-        """Store tokens.
+    def write(self, bodies: Sequence[Body], instead: Sequence[Chunk] = ()) -> Chunk:
+        """Store tokens, among them those of chunks that are to go afterwards.
 
         Raises:
             SpillError: no room for them; nothing is stored, and nothing will be from now on.
@@ -173,7 +173,7 @@ class Spill:
         held = {f"{at}.{name}": t.detach() for at, body in enumerate(bodies) for name, t in body.tensors().items()}
         nbytes, tokens = sum(t.numel() * t.element_size() for t in held.values()), sum(map(len, bodies))
         forms = [body.keep(torch.zeros(len(body), dtype=torch.bool, device=body.slots().device)) for body in bodies]
-        if not self._make_room(nbytes):
+        if not self._make_room(nbytes, instead):
             self.dropped += tokens
             return Chunk(forms, {}, None, 0, 0)
         try:
@@ -200,9 +200,10 @@ class Spill:
             self.broken = why
             warnings.warn(f"{why}; tokens are kept in the cache from here on", RuntimeWarning, stacklevel=2)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Drop the oldest tokens until ``nbytes`` more fit; whether they do."""
-        if self.limit is None or self.nbytes + nbytes <= self.limit:
+    def _make_room(self, nbytes: int, instead: Sequence[Chunk]) -> bool:
+        """Drop the oldest tokens until ``nbytes`` more fit in place of some chunks; whether they do."""
+        others = [chunk for chunk in self._chunks() if chunk not in instead]
+        if self.limit is None or sum(chunk.nbytes for chunk in others) + nbytes <= self.limit:
             return True
         if not self.dropped:
             warnings.warn(
@@ -211,11 +212,11 @@ class Spill:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        for chunk in self._chunks():
-            if self.nbytes + nbytes > self.limit:
+        for chunk in others:
+            if sum(each.nbytes for each in others) + nbytes > self.limit:
                 self.dropped += chunk.tokens
                 chunk.drop()
-        return self.nbytes + nbytes <= self.limit
+        return nbytes <= self.limit
 
 
 class SpilledTokens:
@@ -250,7 +251,7 @@ class SpilledTokens:
                 last -= 1
                 bodies = _joined(self._read(self.chunks[last]), bodies)
                 nbytes = _nbytes(bodies)
-            chunk = self.spill.write(bodies)
+            chunk = self.spill.write(bodies, self.chunks[last:])
         except FAILURES as error:  # also of memory for joining them
             self.spill.fail(f"the spill store takes no more tokens: {error}")
             return False
@@ -277,25 +278,20 @@ class SpilledTokens:
             mine = [chosen(body) for body in found]
             rest = [body.keep(~mask) for body, mask in zip(found, mine)]
             found = [body.keep(mask) for body, mask in zip(found, mine)]
-        old, self.chunks = self.chunks, []
+        self.chunks = []
         if any(map(len, rest)) and not self.add(rest):
             found = _joined(found, rest)  # better back in the cache than lost
-        del old
         return found
 
     def read_ahead(self) -> Future[None]:
         """Read what is on disk in another thread, for the next :meth:`take` or :meth:`read`."""
         return self.spill.threads.submit(_read_ahead, list(self.chunks))
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep rows by index, in the given order and as often as named."""
+    def select_rows(self, rows: Tensor) -> list[Body]:
+        """Keep rows by index, in the given order and as often as named; returns tokens that could not be stored so."""
         chosen = [[body.select_rows(rows) for body in bodies] for bodies in self.read()]
-        old, self.chunks = self.chunks, []
-        for at, bodies in enumerate(chosen):
-            if not self.add(bodies):
-                self.spill.lost += sum(len(body) for each in chosen[at:] for body in each)
-                break
-        del old
+        self.chunks = []
+        return [body for bodies in chosen if not self.add(bodies) for body in bodies]
 
     def _read(self, chunk: Chunk) -> list[Body]:
         try:

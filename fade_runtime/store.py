@@ -184,7 +184,7 @@ class TokenStore:
         self.packed = self.packed.select_rows(rows)
         self.pq = None if self.pq is None else self.pq.select_rows(rows)
         if self.spilled is not None:
-            self.spilled.select_rows(rows)
+            self.take_in(self.spilled.select_rows(rows))
 
     def compress(self, upto: int, plan: Planner) -> None:
         """Move what has left the window into the body, and the body's tokens to the tiers that a plan gives them.

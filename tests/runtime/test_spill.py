@@ -113,6 +113,26 @@ def test_bytes_are_counted_and_the_oldest_are_dropped_at_the_limit(where: str, t
     assert held.spill.broken is None
 
 
+def test_taking_some_tokens_back_under_a_limit_drops_none() -> None:
+    given = tokens([64, 64])
+    size = sum(t.numel() * t.element_size() for t in given.tensors().values())
+    held, other = (SpilledTokens(spill_of_both, CPU) for spill_of_both in [Spill("host", limit=2 * size)] * 2)
+    other.add([tokens([64, 64], 500)])
+    held.add([given])
+    back = held.take(lambda body: body.token_row() == 0)
+    assert (sum(map(len, back)), len(held), len(other), held.spill.dropped) == (64, 64, 128, 0)
+
+
+def test_rows_that_cannot_be_stored_again_are_given_back(tmp_path: Path) -> None:
+    held = SpilledTokens(Spill("disk", tmp_path), CPU)
+    held.add([tokens([10, 20])])
+    held.read_ahead().result()
+    shutil.rmtree(held.spill.folder)
+    with pytest.warns(RuntimeWarning, match="takes no more tokens"):
+        left = held.select_rows(torch.tensor([1, 1]))
+    assert (sum(map(len, left)), len(held)) == (40, 0)
+
+
 def test_what_is_larger_than_the_limit_is_dropped_at_once() -> None:
     held = SpilledTokens(Spill("host", limit=100), CPU)
     with pytest.warns(RuntimeWarning, match="raise spill_limit"):
