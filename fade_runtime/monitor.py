@@ -66,18 +66,23 @@ def eviction_kl(
         (0.0, tensor(0.5965))
     """
     tiny = torch.finfo(attention.dtype).tiny
-    lost, count = _pooled(attention * gone, block), _pooled(gone.to(attention), block)
+    lost, count = pooled(attention * gone, block), pooled(gone.to(attention), block)
     expected = floor * count / count.sum(-1, keepdim=True).clamp(min=1)
     if scores is not None:
         total = scores.sum(-1, keepdim=True).clamp(min=tiny)
-        expected = expected + (1 - floor) * _pooled(scores * gone, block) / total
+        expected = expected + (1 - floor) * pooled(scores * gone, block) / total
     kept, left = ((1 - each.sum(-1)).clamp(min=tiny) for each in (lost, expected))
     split = (lost * (lost.clamp(min=tiny) / expected.clamp(min=tiny)).log()).sum(-1)
     return torch.where(count.sum(-1) > 0, (kept * (kept / left).log() + split).clamp(min=0), 0.0)
 
 
-def _pooled(x: Tensor, block: int) -> Tensor:
-    """Sums [..., N] of blocks of [..., S]."""
+def pooled(x: Tensor, block: int) -> Tensor:
+    """Sums [..., N] of blocks of [..., S], the last one short.
+
+    Example:
+        >>> pooled(torch.tensor([1.0, 2.0, 3.0]), block=2)
+        tensor([3., 3.])
+    """
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fade_runtime.monitor import BLOCK, pooled
+
 if TYPE_CHECKING:
     from fade_runtime.layer import TieredLayer
-
-BLOCK = 16
 
 
 def needed(attention: Tensor, gone: Tensor, kept: Tensor, most: int, block: int = BLOCK) -> Tensor:
@@ -37,11 +37,7 @@ def needed(attention: Tensor, gone: Tensor, kept: Tensor, most: int, block: int 
         >>> needed(attention, gone, kept=torch.arange(6)[None] == 4, most=2, block=2).tolist()
         [[True, True, False, False, False, False]]
     """
-    extra = -attention.shape[1] % block
-    sums, counts = (
-        torch.nn.functional.pad(each, (0, extra)).unflatten(1, (-1, block)).sum(2)
-        for each in (attention * gone, gone.to(attention))
-    )
+    sums, counts = pooled(attention * gone, block), pooled(gone.to(attention), block)
     mean = sums / counts.clamp(min=1)  # [R, N]
     usual = (attention * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
     wanted = (counts > 0) & (mean >= usual) & (mean > 0)

@@ -48,9 +48,7 @@ def decode(
     from data.lm import load_lm
     from pipelines.report import add_jsonl, machine
 
-    for name, value in (("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0))):
-        if value < 1:
-            raise FadeError(f"{name} {value} is too small; use at least 1")
+    cli.at_least_one(("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0)))
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")
     rows = [row for context in contexts for row in _decode_rows(lm, context, steps)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from predictor.errors import FadeError
+from pipelines import cli
 
 
 def guard(
@@ -41,9 +41,7 @@ def guard(
     from fade_runtime import FadeConfig
     from pipelines.report import add_jsonl, machine
 
-    for name, value in (("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0))):
-        if value < 1:
-            raise FadeError(f"{name} {value} is too small; use at least 1")
+    cli.at_least_one(("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0)))
     torch.set_num_threads(threads)
     options: dict[str, Any] = {} if monitor_every is None else {"monitor_every": monitor_every}
     config = FadeConfig(

@@ -55,9 +55,7 @@ def memory(
     from pipelines.report import add_jsonl, machine
 
     numbers = ("new_tokens", new_tokens), ("repeats", repeats), ("threads", threads)
-    for name, value in (*numbers, ("contexts", min(contexts, default=0))):
-        if value < 1:
-            raise FadeError(f"{name} {value} is too small; use at least 1")
+    cli.at_least_one(*numbers, ("contexts", min(contexts, default=0)))
     if not CLEAR.exists():
         raise FadeError(f"memory is read from {STATUS}, which this system lacks; run it on Linux")
     shared = {"model": model, "predictor": predictor, "budget": budget, "dtype": dtype, "threads": threads}

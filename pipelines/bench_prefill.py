@@ -53,9 +53,7 @@ def prefill(
     from data.lm import load_lm
     from pipelines.report import add_jsonl, machine
 
-    for name, value in (("repeats", repeats), ("threads", threads), ("contexts", min(contexts, default=0))):
-        if value < 1:
-            raise FadeError(f"{name} {value} is too small; use at least 1")
+    cli.at_least_one(("repeats", repeats), ("threads", threads), ("contexts", min(contexts, default=0)))
     configs = _configs(budget, predictor, assistant)
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")

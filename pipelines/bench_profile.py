@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from predictor.errors import FadeError
+from pipelines import cli
 
 STAGES = ("classes", "attention", "profile", "choice")
 
@@ -40,9 +40,7 @@ def profile(
     from pipelines.generate import builtin_prompt
     from pipelines.report import add_jsonl, machine
 
-    for name, value in (("context", context), ("steps", steps), ("threads", threads)):
-        if value < 1:
-            raise FadeError(f"{name} {value} is too small; use at least 1")
+    cli.at_least_one(("context", context), ("steps", steps), ("threads", threads))
     torch.set_num_threads(threads)
     lm, tokenizer = load_lm(model, "float32")
     prompt = torch.tensor([encode(tokenizer, builtin_prompt(tokenizer, context))[:context]])

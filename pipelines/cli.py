@@ -139,3 +139,23 @@ def _flat(message: str) -> str:
 def _fail(message: str, status: int) -> int:
     print(f"error: {message}", file=sys.stderr)
     return status
+
+
+def at_least_one(*options: tuple[str, int]) -> None:
+    """Refuse numbers below 1.
+
+    Args:
+        options: name and value of each.
+
+    Raises:
+        FadeError: names the option.
+
+    Example:
+        >>> at_least_one(("steps", 3), ("threads", 0))
+        Traceback (most recent call last):
+            ...
+        predictor.errors.FadeError: threads 0 is too small; use at least 1
+    """
+    for name, value in options:
+        if value < 1:
+            raise FadeError(f"{name} {value} is too small; use at least 1")

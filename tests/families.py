@@ -137,6 +137,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "lfm2": partial(_make, "Lfm2", num_hidden_layers=4, layer_types=FULL_THEN_CONV, block_ff_dim=96),
 }
 
+TIERED = [name for name in FAMILIES if name != "mistral_sliding"]  # it has no full-attention layer
+
 LATENT = dict(
     kv_lora_rank=16,
     q_lora_rank=16,

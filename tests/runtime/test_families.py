@@ -11,15 +11,13 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.hf import forward_kwargs, is_attached
-from tests.families import FAMILIES, REFUSED
+from tests.families import FAMILIES, REFUSED, TIERED
 from tests.runtime.test_memory import reachable_bytes
 
 KEEP_ALL = FadeConfig(recent_window=500)
 PACKED = FadeConfig(n_sink=2, recent_window=8, reassign_every=8)
 LOSSY = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, reassign_every=1)
 SOFTCAPPED = {"gemma2"}
-NOTHING_TO_TIER = {"mistral_sliding"}
-TIERED = [name for name in FAMILIES if name not in NOTHING_TO_TIER]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_tiered_family = pytest.mark.parametrize("family", TIERED)
 
@@ -77,7 +75,7 @@ def test_left_padded_row_equals_its_unbatched_run_when_evicting(family: str) -> 
     options = {"output_logits": True, "return_dict_in_generate": True}
     cache = _cache(model, LOSSY)
     batched = _generate(model, ids, cache, attention_mask=(ids != 257).long(), **options)
-    assert (cache.memory_report()["tokens"]["EVICTED"] > 0) == (family not in NOTHING_TO_TIER)
+    assert (cache.memory_report()["tokens"]["EVICTED"] > 0) == (family in TIERED)
     for row, prompt in enumerate(prompts):
         alone = _generate(model, prompt, _cache(model, LOSSY), **options)
         assert torch.equal(batched.sequences[row, 47:], alone.sequences[0, prompt.shape[1] :])

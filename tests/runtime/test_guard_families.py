@@ -11,9 +11,7 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
-from tests.families import FAMILIES
-
-TIERED = [name for name in FAMILIES if name != "mistral_sliding"]  # it has nothing to tier
+from tests.families import FAMILIES, TIERED
 
 WATCHED: dict[str, Any] = dict(
     n_sink=2, recent_window=8, int4_budget=6, reassign_every=8, guard="rollback", spill="host", monitor_every=4

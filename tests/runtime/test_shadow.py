@@ -18,7 +18,7 @@ from fade_runtime.hf import forward_kwargs
 from fade_runtime.shadow import ShadowEvent, next_token_kl
 from fade_runtime.telemetry import ListExporter, attach_telemetry
 from pipelines.measure import dense_twin
-from tests.families import FAMILIES
+from tests.families import FAMILIES, TIERED
 
 OPTIONS: dict[str, Any] = dict(
     n_sink=2, recent_window=16, int4_budget=20, reassign_every=16, guard="warn", spill="host", kl_alarm=1e9
@@ -60,7 +60,7 @@ def test_it_is_the_divergence_from_the_full_cache(model: Any, pad: int) -> None:
     assert cache.monitor.report()["shadow"]["kl"] == found[296]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mistral_sliding"])
+@pytest.mark.parametrize("family", TIERED)
 def test_in_every_family_nothing_compressed_has_no_divergence(family: str) -> None:
     model, ids = FAMILIES[family](), prompt(2, 42)
     cache = create_tiered_cache(model, FadeConfig(recent_window=100, guard="warn", spill="host", shadow_every=1))
