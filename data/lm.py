@@ -33,9 +33,14 @@ def load_lm(name: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
         raise FadeError(f"dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(name)
     model = _load(AutoModelForCausalLM, name, dtype=DTYPES[dtype])
+    off_the_map(model)
+    return model.eval(), tokenizer
+
+
+def off_the_map(model: Any) -> None:
+    """Copy a model's weights off the memory map that safetensors leaves them on."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    return model.eval(), tokenizer
 
 
 def load_tokenizer(name: str | Path) -> Any:
