@@ -166,20 +166,23 @@ class Kvpress(Peer):
 
     def read(self, model: Any, tokens: Tensor, cache: Any) -> Tensor:
         """Read a prompt while the press is on."""
-        with _pressed(model, self.made()):
+        with hooked(model, self.made()):
             return super().read(model, tokens, cache)
 
 
+def under_older_names(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What an attention module was called with, as kvpress reads it: the cache and the positions under older names."""
+    cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))
+    held, new = cache.layers[module.layer_idx].get_seq_length(), kwargs["hidden_states"].shape[1]
+    return {"cache_position": torch.arange(held - new, held), **kwargs, "past_key_values": cache}
+
+
 @contextmanager
-def _pressed(model: Any, press: Any) -> Iterator[None]:
+def hooked(model: Any, press: Any) -> Iterator[None]:
     """Hook a press into each attention module, as its own context manager does, under the names of any transformers."""
 
     def hook(module: nn.Module, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        cache = kwargs.get("past_key_values", kwargs.get("cache"))
-        position = torch.arange(kwargs["hidden_states"].shape[1])
-        return press.forward_hook(
-            module, given, {**kwargs, "past_key_values": cache, "cache_position": position}, output
-        )
+        return press.forward_hook(module, given, under_older_names(module, kwargs), output)
 
     press.post_init_from_model(model)
     hooks = []

@@ -72,7 +72,7 @@ def test_every_command_of_the_project_has_help() -> None:
 def test_the_python_blocks_run(
     real_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block, guarded = blocks("python", README)
+    block, guarded, elsewhere = blocks("python", README)
     assert str(real_model_dir.relative_to(ROOT)) in block
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {}
@@ -82,6 +82,10 @@ def test_the_python_blocks_run(
     assert names["cache"].get_seq_length() > 1000  # type: ignore[attr-defined]
     exec(compile(guarded, "README.md", "exec"), names)
     assert names["cache"].monitor.report()["looks"] > 0  # type: ignore[attr-defined]
+    exec(compile(elsewhere, "README.md", "exec"), names)
+    (answer,) = names["answer"]  # type: ignore[misc]
+    assert answer["generated_text"][-1]["role"] == "assistant"
+    assert answer["memory"]["full_bytes"] > 0
 
 
 def test_the_table_and_the_plot_are_of_the_committed_run() -> None:
