@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.methods import METHODS, Skipped, check_methods, possible
+from pipelines.methods import METHODS, Skipped, check_methods, possible, with_those_able
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from data.text import Document
+    from pipelines.measure import Measured, Method
 
 
 def evaluate(
@@ -38,8 +39,8 @@ def evaluate(
     """Measure what each cache loses against the full one, what it takes and how fast it decodes.
 
     Writes results.jsonl, two plots, report.md and report.html, all of them or none, and prints the table: each cache
-    over all texts, then source by source. A method whose package is not installed is named and left out; the exit
-    status is then 2.
+    over all texts, then source by source. A method whose package is not installed, or that fails on a text, is named
+    and left out; the exit status is then 2.
 
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
@@ -76,7 +77,6 @@ def evaluate(
     from data.lm import load_lm
     from data.trace import Traces
     from pipelines import heatmap
-    from pipelines.measure import compare
     from pipelines.report import document_rows, machine, tables
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
@@ -94,7 +94,9 @@ def evaluate(
         measured = []
         for one in texts:
             bar.set_postfix_str(one.source)
-            measured.append(compare(lm, chosen, one.tokens, steps, bar.update, timed=speed))
+            measured.append(measure(lm, chosen, one, steps, speed, skipped, bar.update))
+    left = {method.name for method in chosen}
+    measured = [[row for row in rows if row.name in left] for rows in measured]
 
     run: dict[str, Any] = {
         "kind": "run",
@@ -112,6 +114,7 @@ def evaluate(
             "speed": speed,
         },
         "skipped": skipped.lines,
+        "failed": skipped.failed,
         "texts": [{"document": one.id, "source": one.source} for one in texts],
         "machine": machine(),
         "model": model_provenance(lm, tokenizer),
@@ -119,8 +122,27 @@ def evaluate(
     rows = document_rows(run["texts"], measured)
     picture = None if opened is None else heatmap.head_map(opened, loaded, heatmap_layer, heatmap_head)
     write_results(Path(out), run, rows, picture)
-    print(f"\n{tables(rows)}\n\nReport: {out}/report.html")
+    print(f"\n{tables(rows, skipped.failed)}\n\nReport: {out}/report.html")
     return skipped.status
+
+
+def measure(
+    lm: Any,
+    able: list[Method],
+    text: HeldOut,
+    steps: int,
+    speed: bool,
+    skipped: Skipped,
+    on_step: Callable[[], None],
+) -> list[Measured]:
+    """Compare methods on one text; other projects' that fail on it leave ``able`` and are skipped."""
+    from pipelines.measure import compare
+
+    return with_those_able(
+        able,
+        lambda able: compare(lm, able, text.tokens, steps, on_step, timed=speed),
+        lambda one, error: skipped.add(f"{one.name} on {text.id}: {error}", one.name),
+    )
 
 
 @dataclass

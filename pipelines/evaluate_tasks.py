@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.methods import Skipped, check_methods, possible
+from pipelines.methods import Skipped, check_methods, possible, with_those_able
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def evaluate_tasks(
             "compress": compress, "run_code": run_code, "seed": seed,
         },
         "skipped": skipped.lines,
+        "failed": skipped.failed,
         "machine": machine(),
         "model": model_provenance(lm, tokenizer),
     }  # fmt: skip
@@ -167,7 +168,6 @@ def ask(
     on_method: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Ask the examples of one task; rows of :func:`pipelines.task_report.answer_rows`."""
-    from pipelines.peers import PeerError
     from pipelines.task_report import answer_rows
 
     room = getattr(asking.model.config, "max_position_embeddings", None)
@@ -184,16 +184,13 @@ def ask(
         return []
     rows: list[dict[str, Any]] = []
     able = list(methods)
+
+    def failed(method: Method, error: FadeError) -> None:
+        rows[:] = [row for row in rows if row["method"] != method.name]
+        skipped.add(f"{method.name} on task {task.name}: {error}", task.name, method.name)
+
     for index, example in enumerate(examples):
-        while True:
-            try:
-                answers = asking.ask(task, example, able, on_method)
-                break
-            except PeerError as error:
-                failed = next(method for method in able if method.config is error.peer)
-                able.remove(failed)
-                rows = [row for row in rows if row["method"] != failed.name]
-                skipped.add(f"{failed.name} on task {task.name}: {error}")
+        answers = with_those_able(able, lambda able: asking.ask(task, example, able, on_method), failed)  # noqa: B023
         rows += answer_rows(task, index, example, [method.name for method in able], answers)
     return rows
 
@@ -222,7 +219,7 @@ def write_results(
         text = report(run, tasks)
         (aside / "report.md").write_text(text, encoding="utf-8")
         (aside / "report.html").write_text(page(text, aside), encoding="utf-8")
-    print(f"\n{tables(tasks)}\n\nReport: {out}/report.html")
+    print(f"\n{tables(tasks, run['failed'])}\n\nReport: {out}/report.html")
 
 
 def main(argv: list[str] | None = None) -> int:

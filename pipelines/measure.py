@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.hf import forward_kwargs, geometry, hand_over, text_config
 from fade_runtime.layer import TieredLayer
-from pipelines.peers import Peer, PeerError, resident_bytes
+from pipelines.peers import Peer, blamed, resident_bytes
 
 FULL = "full"
 
@@ -262,7 +262,9 @@ class PeerRun(Run):
     """A model and another project's cache, fed with tokens."""
 
     def __init__(self, model: Any, peer: Peer) -> None:
-        self.model, self.tiered, self.peer, self.cache = model, False, peer, peer.cache(model)
+        self.model, self.tiered, self.peer = model, False, peer
+        with blamed(peer, 0):
+            self.cache = peer.cache(model)
         self.stride, self.since, self.seen, self.stores = peer.stride, 0, 0, False
 
     def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
@@ -274,17 +276,16 @@ class PeerRun(Run):
         where = {}
         if self.peer.keeps_positions:
             where = {"position_ids": torch.arange(self.seen, self.seen + tokens.shape[1])[None]}
-        try:
+        with blamed(self.peer, tokens.shape[1]):
             if self.seen == 0:
                 return self.peer.read(self.model, tokens, self.cache)
             return self.model(tokens, use_cache=True, **where, **forward_kwargs(self.cache, self.model)).logits[0]
-        except Exception as error:  # another project's code raises what it likes
-            raise PeerError(self.peer, tokens.shape[1], error) from error
 
     def copied(self) -> Run:
         """The same model with a copy of the cache, made as the peer's can be."""
         other = copy.copy(self)
-        other.cache = self.peer.copied(self.cache)
+        with blamed(self.peer, self.seen):
+            other.cache = self.peer.copied(self.cache)
         return other
 
     def half_precision_bytes(self) -> tuple[int, int]:

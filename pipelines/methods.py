@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
     from pipelines.measure import Method
+    from pipelines.peers import PeerError
     from predictor.bundle import Predictor
 
+T = TypeVar("T")
 POLICIES = ("position", "h2o", "ema", "adaptive")
 METHODS = ("full", "safe", *POLICIES, "learned", "fastgen")
 PRESETS = ("safe", "balanced", "aggressive")
 
 
 class Skipped:
-    """What could not be run: said on the error stream when it happens, and kept for the report."""
+    """What could not be run: said on the error stream when it happens, and kept for the report.
+
+    Attributes:
+        lines: what was said. failed: first cells of the rows that began and failed, which the tables show as that.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.failed: list[Sequence[str]] = []
 
-    def add(self, line: str) -> None:
-        """Say it and keep it."""
+    def add(self, line: str, *failed: str) -> None:
+        """Say it and keep it; with the first cells of a row that failed."""
         self.lines.append(line)
+        self.failed += [failed] if failed else []
         print(f"\nskipped: {line}", file=sys.stderr)
 
     @property
@@ -79,6 +87,21 @@ def possible(
         except MissingPeer as error:
             skipped.add(str(error))
     return made
+
+
+def with_those_able(
+    able: list[Method], run: Callable[[list[Method]], T], failed: Callable[[Method, PeerError], None]
+) -> T:
+    """Run methods; leave out of ``able`` each of another project that fails, say so, and run the others again."""
+    from pipelines.peers import PeerError
+
+    while True:
+        try:
+            return run(able)
+        except PeerError as error:
+            one = next(method for method in able if method.config is error.peer)
+            able.remove(one)
+            failed(one, error)
 
 
 def make_methods(

@@ -67,15 +67,25 @@ class MissingPeer(FadeError):
 
 
 class PeerError(FadeError):
-    """A peer failed while it read tokens.
+    """A peer failed, said in one line.
 
     Attributes:
         peer: which one.
     """
 
     def __init__(self, peer: Peer, tokens: int, error: Exception) -> None:
-        super().__init__(f"{peer.package} failed on {tokens} tokens: {type(error).__name__}: {error}")
+        said = " ".join(str(error).split()) or "no message"
+        super().__init__(f"{peer.package} failed on {tokens} tokens: {type(error).__name__}: {said[:300]}")
         self.peer = peer
+
+
+@contextmanager
+def blamed(peer: Peer, tokens: int) -> Iterator[None]:
+    """Whatever another project's code raises while it has ``tokens`` in hand becomes a :class:`PeerError`."""
+    try:
+        yield
+    except Exception as error:
+        raise PeerError(peer, tokens, error) from error
 
 
 @dataclass(frozen=True)

@@ -94,14 +94,14 @@ def source_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: order.index(row["method"]))
 
 
-def tables(documents: Sequence[Mapping[str, Any]]) -> str:
-    """The caches over all texts, then each by source where there are several."""
+def tables(documents: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] = ()) -> str:
+    """The caches over all texts, those that ``failed`` last, then each by source where there are several."""
     by_source = source_rows(documents)
-    over_all = table(method_rows(documents))
+    over_all = table(method_rows(documents), failed)
     return f"{over_all}\n\nBy source:\n\n{source_table(by_source)}" if by_source else over_all
 
 
-def table(methods: Sequence[Mapping[str, Any]]) -> str:
+def table(methods: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] = ()) -> str:
     """The methods as a Markdown table, for the terminal and for the report; no speed if none was measured."""
     lines = [
         (
@@ -115,7 +115,8 @@ def table(methods: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in methods
     ]
-    return aligned(COLUMNS[: len(lines[0])], lines, words=1)
+    columns = COLUMNS[: len(lines[0])]
+    return aligned(columns, [*lines, *((*one, "failed", *("-" for _ in columns[2:])) for one in failed)], words=1)
 
 
 def source_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -201,7 +202,7 @@ def report(run: Mapping[str, Any], documents: Sequence[Mapping[str, Any]], plots
 {settings["model"]}: {settings["context"]:,} tokens of prompt, then {settings["steps"]} tokens of the text,
 the same to every cache; {len(run["texts"])} texts{unseen}.
 
-{tables(documents)}
+{tables(documents, run.get("failed", ()))}
 
 - **KL** is KL(full cache || this cache) of the next-token distribution, in nats, mean over steps, from a
   float32 model. **top-1** is how often the most likely next token is the full cache's.

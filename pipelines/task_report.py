@@ -105,8 +105,8 @@ def over_all(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def tables(tasks: Sequence[Mapping[str, Any]]) -> str:
-    """All tasks together by cache, then task by task, in Markdown."""
+def tables(tasks: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] = ()) -> str:
+    """All tasks together by cache, then task by task, in Markdown; ``failed`` are tasks and caches that did."""
     total = [
         (
             row["method"],
@@ -119,7 +119,7 @@ def tables(tasks: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in over_all(tasks)
     ]
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (
             row["task"],
             row["method"],
@@ -136,6 +136,7 @@ def tables(tasks: Sequence[Mapping[str, Any]]) -> str:
         for row in tasks
         if row["method"] != FULL
     ]
+    lines += [(task, cache, "failed", *("-" for _ in COLUMNS[3:])) for task, cache in failed]
     return f"{aligned(ALL_COLUMNS, total, words=1)}\n\n{aligned(COLUMNS, lines, words=2)}"
 
 
@@ -160,7 +161,7 @@ def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
 
 {settings["model"]}; {COMPRESSED[settings["compress"]]}
 
-{tables(tasks)}
+{tables(tasks, run.get("failed", ()))}
 
 ![KL to the full cache, and below it compression, of every cache on every task](tasks.png)
 

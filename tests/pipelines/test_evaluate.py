@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from data.lm import load_tokenizer
 from data.trace import Traces
 from fade_runtime.config import POLICIES
 from pipelines import evaluate
-from pipelines.methods import METHODS
+from pipelines.measure import Method
+from pipelines.methods import METHODS, possible
 from predictor.bundle import load_bundle
 from predictor.errors import FadeError
+from tests.pipelines.test_peers import Plain
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -156,6 +160,51 @@ def test_a_missing_peer_is_named_and_the_rest_is_written(run: Run, prose: Path, 
     assert [row["method"] for row in rows["method"]] == ["full", "safe"]
     (line,) = rows["run"][0]["skipped"]
     assert f"Left out: {line}" in (tmp_path / "out" / "report.md").read_text()
+
+
+@dataclass(frozen=True)
+class Failing(Plain):
+    """Fails when its cache is made, when it reads its second prompt, or when it decodes after it."""
+
+    when: str = "read"
+    prompts: ClassVar[list[int]] = []
+
+    def cache(self, model: Any) -> Any:
+        assert self.when != "made", "will not\nbe made"
+        return super().cache(model)
+
+    def read(self, model: Any, tokens: Any, cache: Any) -> Any:
+        self.prompts.append(tokens.shape[1])
+        if len(self.prompts) == 2:
+            assert self.when != "read", "will not read"
+            cache.layers = [] if self.when == "decoded" else cache.layers
+            return torch.zeros(1, 260)
+        return super().read(model, tokens, cache)
+
+
+@pytest.mark.parametrize("when", ["made", "read", "decoded"])
+@pytest.mark.parametrize("speed", ["true", "false"])
+def test_a_peer_that_fails_midway_is_named_and_the_rest_is_written(
+    when: str, speed: str, run: Run, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Failing.prompts.clear()
+    peer = Method("short", Failing(when=when))
+    monkeypatch.setattr(evaluate, "possible", lambda *args: [*possible(*args), peer])
+    status, out, err = run(
+        *("--traces", "null", "--text", f"[{prose}]", "--documents", 2, "--methods", "[safe]", "--speed", speed)
+    )
+    assert status == 2
+    (said,) = [line for line in err.splitlines() if line.startswith("skipped: ")]
+    assert said.startswith("skipped: short on ")
+    assert "transformers failed on " in said
+    rows = read(tmp_path / "out")
+    assert [row["method"] for row in rows["method"]] == ["full", "safe"]
+    assert [row["method"] for row in rows["document"]] == ["full", "safe"] * 2
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert f"Left out: {said.removeprefix('skipped: ')}" in report
+    (line,) = [line for line in out.splitlines() if line.startswith("| short ")]
+    assert line in report
+    assert {cell.strip() for cell in line.split("|")[2:-1]} == {"failed", "-"}
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(

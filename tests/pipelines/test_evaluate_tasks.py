@@ -171,13 +171,17 @@ def test_a_peer_that_fails_leaves_its_task_and_no_other(
     monkeypatch.setattr(
         evaluate_tasks, "possible", lambda *args: [*possible(*args), Method("short", Short())]
     )
-    status, _, err = run("--tasks", "[lines, key-value]", "--methods", "[safe]", "--lengths", "{lines: 500}")
+    status, out, err = run("--tasks", "[lines, key-value]", "--methods", "[safe]", "--lengths", "{lines: 500}")
     assert status == 2
     assert "skipped: short on task key-value: transformers failed on" in err
     rows = read(tmp_path / "out")
     assert {(row["task"], row["method"]) for row in rows["answer"]} == {
         ("lines", "full"), ("lines", "safe"), ("lines", "short"), ("key-value", "full"), ("key-value", "safe"),
     }  # fmt: skip
+    assert rows["run"][0]["failed"] == [["key-value", "short"]]
+    (line,) = [line for line in out.splitlines() if line.startswith("| key-value | short ")]
+    assert {cell.strip() for cell in line.split("|")[3:-1]} == {"failed", "-"}
+    assert line in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
