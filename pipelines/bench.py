@@ -6,16 +6,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pipelines import cli
-from pipelines.bench_gpu import gpu
+from pipelines.bench_collect import collect
+from pipelines.bench_compare import compare
+from pipelines.bench_gpu import cache_bytes, gpu
 from pipelines.bench_guard import guard
 from pipelines.bench_memory import memory
 from pipelines.bench_prefill import prefill
 from pipelines.bench_profile import profile
+from pipelines.bench_select import select
 from pipelines.bench_tune import tune
+from pipelines.ledger import quantiles, record
 from predictor.errors import FadeError
 
 STOCK, STATIC, LOW = "stock", "static", "k4v2"
@@ -28,6 +31,7 @@ def decode(
     steps: int = 20,
     threads: int = 1,
     out: str | None = None,
+    ledger: str | None = None,
 ) -> None:
     """Time one decode step over caches that hold the same values, method by method, interleaved.
 
@@ -42,6 +46,7 @@ def decode(
         steps: timed steps of each method.
         threads: of torch.
         out: JSON lines file to add the rows to.
+        ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
     import torch
 
@@ -54,12 +59,13 @@ def decode(
     rows = [row for context in contexts for row in _decode_rows(lm, context, steps)]
     if out is not None:
         add_jsonl(Path(out), [{**row, "model": Path(model).name, "threads": threads, **machine()} for row in rows])
+    record(ledger, rows, model=Path(model).name)
     print(
         f"{'context':>8} {'cache':<16} {'ms/step':>8} {'tokens/s':>9} {'of stock':>9} {'of static':>9} {'MiB':>7}"
     )
     for row in rows:
         print(
-            f"{row['context']:>8,} {row['method']:<16} {row['ms']:>8.1f} {1e3 / row['ms']:>9.2f} "
+            f"{row['context']:>8,} {row['method']:<16} {row['p50']:>8.1f} {1e3 / row['p50']:>9.2f} "
             f"{row['of_stock']:>8.2f}x {row['of_static']:>8.2f}x {row['bytes'] / 2**20:>7.1f}"
         )
 
@@ -89,17 +95,21 @@ def _decode_rows(lm: Any, context: int, steps: int) -> list[dict[str, Any]]:
             low = stock_model(token, **forward_kwargs(twin, lm)).logits
             for name, got in logits.items():
                 _agree(name, got, low if name == LOW else logits[STOCK], context)
+    spreads = {name: quantiles([1e3 * one for one in each]) for name, each in seconds.items()}
     return [
         {
             "bench": "decode",
             "context": context,
             "method": name,
-            "ms": 1e3 * median(each),
-            "of_stock": median(seconds[STOCK]) / median(each),
-            "of_static": median(seconds[STATIC]) / median(each),
-            "bytes": _bytes(caches[name]),
+            "unit": "ms",
+            **spread,
+            "of_stock": spreads[STOCK]["p50"] / spread["p50"],
+            "of_static": spreads[STATIC]["p50"] / spread["p50"],
+            "baseline": STOCK,
+            "ratio": spread["p50"] / spreads[STOCK]["p50"],
+            "bytes": cache_bytes(caches[name]),
         }
-        for name, each in seconds.items()
+        for name, spread in spreads.items()
     ]
 
 
@@ -145,13 +155,9 @@ def _agree(name: str, got: Any, expected: Any, context: int) -> None:
         )
 
 
-def _bytes(cache: Any) -> int:
-    if hasattr(cache, "memory_report"):
-        return cache.memory_report()["resident_bytes"]
-    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
-
-
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "collect": collect,
+    "select": select,
     "decode": decode,
     "prefill": prefill,
     "memory": memory,
@@ -159,6 +165,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "gpu": gpu,
     "tune": tune,
     "guard": guard,
+    "compare": compare,
 }
 
 
@@ -171,9 +178,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 0 if given[:1] in (["--help"], ["-h"]) else 2
     command = COMMANDS[given[0]]
-    if len(given) == 1:  # as it is on a machine without the option parser
+    if len(given) == 1 and command is not compare:  # as it is on a machine without the option parser
         return cli.guarded(lambda _: command(), [])
-    return cli.run(command, given[1:])
+    return cli.run(command, given[1:], positional=command is compare)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.ledger import add_rows
+from pipelines.ledger import COLUMNS, add_rows, origin, quantiles
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
 
     from pipelines.gpu_layer import Layer
 
-COLUMNS = (
-    "date", "device", "torch", "triton", "transformers", "bench", "layers", "dim", "group", "batch", "length", "method",
-    "p20", "p50", "p80", "bytes", "share_of_copy", "of_sdpa", "tokens_per_second", "peak_bytes",
-)  # fmt: skip
 QUERY_HEADS, WINDOW = 32, 132  # of a layer; tokens in full precision: 4 sinks and 128 newest
 DIFFERENCE = 0.02  # largest relative error of the fused kernel to SDPA over the same values
 SIZES = {
@@ -76,13 +71,14 @@ def gpu(
         raise FadeError(f"model {model!r} is not known; use one of {', '.join(SIZES)}, or null")
     device = a_gpu()
     from fade_runtime.kernels import triton_check
+    from fade_runtime.kernels.launches import name_of
 
     ends = time.monotonic() + 60 * minutes
     triton_check.self_test(device)
     names = ("dim", "group", "batch", "length")
     every = [dict(zip(names, cell)) for cell in product(dims, groups, batches, lengths)]
     cells = list(_until(ends, every, lambda cell: check_cell(device, **cell)))
-    here, bandwidth = machine(device), copy_bandwidth(device)
+    here, bandwidth = {**origin(name_of(device)), "threads": None}, copy_bandwidth(device)
     print(f"{here['device']}: copies {bandwidth / 1e12:.2f} TB/s; the kernels agree with plain torch and SDPA")
     steps_of = [dict(method=name, context=context, steps=steps) for name in METHODS if model is not None]
     for rows in (
@@ -109,14 +105,6 @@ def a_gpu() -> torch.device:
     except ImportError as problem:
         raise FadeError("this benchmark needs triton; pip install triton") from problem
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def machine(device: torch.device) -> dict[str, str]:
-    """What the numbers were measured with."""
-    from fade_runtime.kernels.launches import name_of
-
-    versions = {name: importlib.import_module(name).__version__ for name in ("torch", "triton", "transformers")}
-    return {"date": time.strftime("%Y-%m-%d"), "device": name_of(device), **versions}
 
 
 def _until(
@@ -176,8 +164,8 @@ def attention_rows(
     return [
         {
             "bench": "attention", "layers": 1, "dim": dim, "group": group, "batch": batch, "length": length,
-            "method": name, "p20": p20, "p50": p50, "p80": p80, "bytes": size,
-            "share_of_copy": size / (1e-3 * p50) / bandwidth, "of_sdpa": base / p50,
+            "method": name, "unit": "ms", "p20": p20, "p50": p50, "p80": p80, "baseline": "sdpa", "ratio": p50 / base,
+            "bytes": size, "share_of_copy": size / (1e-3 * p50) / bandwidth,
         }
         for name, ((p20, p50, p80), size) in times.items()
     ]  # fmt: skip
@@ -227,7 +215,7 @@ def milliseconds(
             started = time.perf_counter()
             call()
             spent.append(1e3 * (time.perf_counter() - started))
-        return _quantiles(spent)
+        return _spread(spent)
     run = call
     if graph:
         torch.cuda.synchronize(device)
@@ -243,12 +231,11 @@ def milliseconds(
         run()
         end.record()
     torch.cuda.synchronize(device)
-    return _quantiles([start.elapsed_time(end) for start, end in pairs])
+    return _spread([start.elapsed_time(end) for start, end in pairs])
 
 
-def _quantiles(times: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(times)
-    p20, p50, p80 = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8))
+def _spread(times: list[float]) -> tuple[float, float, float]:
+    p20, p50, p80 = quantiles(times).values()
     return p20, p50, p80
 
 
@@ -291,11 +278,11 @@ def decode_row(lm: Any, *, method: str, context: int, steps: int) -> dict[str, A
             lm(ids[:, at : at + 1], **forward_kwargs(cache, lm))
             wait()
             spent.append(1e3 * (time.perf_counter() - started))
-    p20, p50, p80 = _quantiles(spent[2:])  # the first compile
+    spread = quantiles(spent[2:])  # the first compile
     return {
         "bench": "decode", "dim": config.head_dim, "layers": config.num_hidden_layers, "batch": 1,
         "group": config.num_attention_heads // config.num_key_value_heads, "length": context, "method": method,
-        "p20": p20, "p50": p50, "p80": p80, "bytes": cache_bytes(cache), "tokens_per_second": 1e3 / p50,
+        "unit": "ms", **spread, "bytes": cache_bytes(cache), "tokens_per_second": 1e3 / spread["p50"],
         "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
     }  # fmt: skip
 
@@ -314,5 +301,5 @@ def _line(row: dict[str, Any]) -> str:
         sizes = f"cache {row['bytes'] / MIB:,.0f} MiB, peak {row['peak_bytes'] / MIB:,.0f} MiB"
         more = f"{row['tokens_per_second']:>7.1f} tokens/s, {sizes}"
     else:
-        more = f"{row['share_of_copy']:>6.0%} of copy bandwidth {row['of_sdpa']:>6.2f}x of sdpa"
+        more = f"{row['share_of_copy']:>6.0%} of copy bandwidth {1 / row['ratio']:>6.2f}x of sdpa"
     return f"{row['bench']:<10} {what} {row['p50']:>9.4f} ms ({row['p20']:.4f} to {row['p80']:.4f}) {more}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pipelines import cli
+from pipelines.bench_select import filled
+from pipelines.ledger import quantiles, record
 
 
 def guard(
@@ -20,6 +21,7 @@ def guard(
     steps: int = 128,
     threads: int = 1,
     out: str | None = None,
+    ledger: str | None = None,
 ) -> None:
     """Decode over caches of random keys and values, and time the guard within each step.
 
@@ -34,6 +36,7 @@ def guard(
         steps: timed steps.
         threads: of torch.
         out: JSON lines file to add the rows to.
+        ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
     import torch
 
@@ -51,11 +54,12 @@ def guard(
     rows = [_row(lm, config, context, steps) for context in contexts]
     if out is not None:
         add_jsonl(Path(out), [{**row, "model": Path(model).name, "threads": threads, **machine()} for row in rows])
+    record(ledger, rows, model=Path(model).name)
     titles = f"{'context':>8} {'ms/step':>8} {'guard, ms/step':>15} {'share':>7} {'looks':>6} {'ms/look':>8}"
     print(f"{titles} {'spilled':>9}")
     for row in rows:
         print(
-            f"{row['context']:>8,} {row['ms']:>8.1f} {row['guard_ms']:>15.2f} {row['share']:>7.2%} {row['looks']:>6} "
+            f"{row['context']:>8,} {row['p50']:>8.1f} {row['guard_ms']:>15.2f} {row['share']:>7.2%} {row['looks']:>6} "
             f"{row['guard_ms'] * steps / max(row['looks'], 1):>8.2f} {row['spilled']:>9,}"
         )
 
@@ -64,16 +68,9 @@ def _row(lm: Any, config: Any, context: int, steps: int) -> dict[str, Any]:
     """Fill a cache, and take its steps."""
     import torch
 
-    from fade_runtime import create_tiered_cache
-    from fade_runtime.hf import forward_kwargs, geometry, text_config
+    from fade_runtime.hf import forward_kwargs
 
-    cache = create_tiered_cache(lm, config)
-    heads, dim = geometry(text_config(lm))
-    generator = torch.Generator().manual_seed(context)
-    for layer in cache.tiered:
-        key, value = torch.randn(2, 1, heads, context, dim, generator=generator)
-        layer.update(key / 4, value, kwargs={})
-        layer.compress()
+    cache, generator = filled(lm, config, context)
     whole, watched = [], []
     with torch.inference_mode():
         for step in range(steps + 1):
@@ -83,14 +80,19 @@ def _row(lm: Any, config: Any, context: int, steps: int) -> dict[str, Any]:
             if step:  # the first warms up
                 whole.append(1e3 * (time.perf_counter() - started))
                 watched.append(cache.monitor.ms - before)
-    plain = median(all_of - of_guard for all_of, of_guard in zip(whole, watched))
+    plain = quantiles([all_of - of_guard for all_of, of_guard in zip(whole, watched)])
+    share = sum(watched) / steps / plain["p50"]
     report = cache.monitor.report()
     return {
         "bench": "guard",
         "context": context,
-        "ms": plain,
+        "method": config.spill,
+        "unit": "ms",
+        **plain,
         "guard_ms": sum(watched) / steps,
-        "share": sum(watched) / steps / plain,
+        "share": share,
+        "baseline": "decode",
+        "ratio": share,
         "looks": report["looks"],
         "spilled": report["spilled"]["tokens"],
         "monitor_every": config.monitor_every,

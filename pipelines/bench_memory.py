@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
+from pipelines.ledger import quantiles, record
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def memory(
     dtype: str = "float32",
     threads: int = 1,
     out: str | None = None,
+    ledger: str | None = None,
 ) -> None:
     """Run `generate` on a long prompt with each cache, in a process of its own, and print the peak of its memory.
 
@@ -51,6 +53,7 @@ def memory(
         dtype: float32, bfloat16 or float16.
         threads: of torch.
         out: JSON lines file to add the rows to.
+        ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
     from pipelines.report import add_jsonl, machine
 
@@ -68,6 +71,13 @@ def memory(
     if out is not None:
         add_jsonl(
             Path(out), [{**row, "model": Path(model).name, "dtype": dtype, **machine()} for row in rows]
+        )
+    for what in ("peak", "added"):
+        named = {"bench": f"memory {what}", "unit": "bytes", "baseline": STOCK, "threads": threads}
+        record(
+            ledger,
+            [{**row, **named, **row[f"{what}_spread"], "ratio": row[f"{what}_of_stock"]} for row in rows],
+            model=f"{Path(model).name} {dtype}",
         )
     print(
         f"{'prompt':>8} {'cache':<8} {'peak, MiB':>10} {'of stock':>9} {'over the model, MiB':>20} {'of stock':>9}"
@@ -95,7 +105,8 @@ def _rows(
         row = {key: median(one[key] for one in each) for key in ("peak", "added", "resting")}
         stock = rows[0] if rows else row
         ratios = {f"{key}_of_stock": row[key] / stock[key] for key in ("peak", "added")}
-        rows.append({"bench": "memory", "context": context, "method": name, **row, **ratios})
+        spreads = {f"{key}_spread": quantiles([one[key] for one in each]) for key in ("peak", "added")}
+        rows.append({"bench": "memory", "context": context, "method": name, **row, **ratios, **spreads})
     return rows
 
 

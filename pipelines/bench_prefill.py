@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
+from pipelines.ledger import quantiles, record
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def prefill(
     assistant: int | None = None,
     threads: int = 1,
     out: str | None = None,
+    ledger: str | None = None,
 ) -> None:
     """Time the forward of a whole prompt with each cache, in turn, and print medians and their ratio to stock's.
 
@@ -47,6 +49,7 @@ def prefill(
         assistant: so many first layers of the model read the prompt's end too, and add the assisted cache.
         threads: of torch.
         out: JSON lines file to add the rows to.
+        ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
     import torch
 
@@ -60,10 +63,11 @@ def prefill(
     rows = [row for context in contexts for row in _rows(lm, configs, context, repeats)]
     if out is not None:
         add_jsonl(Path(out), [{**row, "model": Path(model).name, **machine()} for row in rows])
+    record(ledger, rows, model=Path(model).name)
     print(f"{'prompt':>8} {'cache':<10} {'ms':>9} {'of stock':>9} {'packing, ms':>12}")
     for row in rows:
         print(
-            f"{row['context']:>8,} {row['method']:<10} {row['ms']:>9.0f} {row['of_stock']:>8.3f}x "
+            f"{row['context']:>8,} {row['method']:<10} {row['p50']:>9.0f} {row['ratio']:>8.3f}x "
             f"{row['packing_ms']:>12.0f}"
         )
 
@@ -104,17 +108,19 @@ def _rows(lm: Any, configs: dict[str, FadeConfig | None], context: int, repeats:
             if turn:  # the first warms up
                 timed[name].append((1e3 * seconds, packing))
         _agree(logits, context)
-    stock = median(ms for ms, _ in timed[STOCK])
+    spreads = {name: quantiles([ms for ms, _ in each]) for name, each in timed.items()}
     return [
         {
             "bench": "prefill",
             "context": context,
             "method": name,
-            "ms": median(ms for ms, _ in each),
-            "of_stock": median(ms for ms, _ in each) / stock,
-            "packing_ms": median(packing for _, packing in each),
+            "unit": "ms",
+            **spread,
+            "baseline": STOCK,
+            "ratio": spread["p50"] / spreads[STOCK]["p50"],
+            "packing_ms": median(packing for _, packing in timed[name]),
         }
-        for name, each in timed.items()
+        for name, spread in spreads.items()
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import cli
+from pipelines.ledger import quantiles, record
 
 STAGES = ("classes", "attention", "profile", "choice")
 
@@ -19,6 +20,7 @@ def profile(
     steps: int = 512,
     threads: int = 1,
     out: str | None = None,
+    ledger: str | None = None,
 ) -> None:
     """Generate after a prompt with eviction_policy "fastgen", and time its parts within that one run.
 
@@ -31,6 +33,7 @@ def profile(
         steps: tokens generated.
         threads: of torch.
         out: JSON lines file to add the row to.
+        ledger: CSV file to add the row to, for `pipelines.bench compare`.
     """
     import torch
 
@@ -73,12 +76,18 @@ def profile(
         "steps": steps,
         "seconds": total,
         "profiling_share": sum(seconds.values()) / total,
+        "method": "fastgen",
+        "unit": "ms",
+        **quantiles([1e3 * sum(seconds.values())]),
+        "baseline": "generation",
+        "ratio": sum(seconds.values()) / total,
         **{f"{stage}_ms": 1e3 * seconds[stage] for stage in STAGES},
         "policies": named(found),
         "compression": cache.memory_report()["compression"],
     }
     if out is not None:
         add_jsonl(Path(out), [{**row, "model": Path(model).name, "threads": threads, **machine()}])
+    record(ledger, [row], model=Path(model).name)
     print(f"prompt of {context:,} tokens and {steps} more: {total:.1f} s")
     for stage in STAGES:
         print(f"{stage:<10} {1e3 * seconds[stage]:>8.1f} ms {seconds[stage] / total:>8.3%}")

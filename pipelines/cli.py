@@ -29,7 +29,7 @@ _CHATTY = (
 )
 
 
-def run(command: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+def run(command: Callable[..., Any], argv: Sequence[str] | None = None, positional: bool = False) -> int:
     """Run ``command`` with its parameters as options, or as keys of a flat YAML file given by ``--config``.
 
     Types, defaults and help come from the signature and its Google docstring.
@@ -37,11 +37,12 @@ def run(command: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     Args:
         command: the function; a returned int is the exit status.
         argv: the arguments, by default those of the process.
+        positional: parameters without a default are given by place, not by name.
 
     Returns:
         The exit status: 0, 2 after bad input, 1 after any other error.
     """
-    parser = parser_of(command)
+    parser = parser_of(command, positional)
 
     def body(args: list[str]) -> Any:
         options = parser.parse_args(args).as_dict()
@@ -51,7 +52,7 @@ def run(command: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     return guarded(body, argv, lambda: options_of(parser))
 
 
-def parser_of(command: Callable[..., Any]) -> ArgumentParser:
+def parser_of(command: Callable[..., Any], positional: bool = False) -> ArgumentParser:
     """The argument parser of ``command``: `--config FILE`, then one option for each parameter."""
     from jsonargparse import ArgumentParser
 
@@ -66,7 +67,7 @@ def parser_of(command: Callable[..., Any]) -> ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="flat YAML file with any of the options below")
-    parser.add_function_arguments(command, as_group=False)
+    parser.add_function_arguments(command, as_group=False, as_positional=positional)
     return parser
 
 

@@ -1,13 +1,85 @@
-"""A CSV file that measurements of many runs and machines are added to, never changed in."""
+"""A CSV file that measurements of many commits and machines are added to, never changed in."""
 
 from __future__ import annotations
 
 import csv
+import importlib
+import platform
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from predictor.errors import FadeError
+
+COLUMNS = (
+    "date", "commit", "device", "threads", "torch", "triton", "transformers",
+    "bench", "model", "layers", "dim", "group", "batch", "length", "method", "unit",
+    "p20", "p50", "p80", "baseline", "ratio", "bytes", "share_of_copy", "tokens_per_second", "peak_bytes",
+)  # fmt: skip
+PACKAGES = ("torch", "triton", "transformers")
+
+
+def record(path: str | Path | None, rows: Sequence[Mapping[str, Any]], device: str = "", **shared: Any) -> None:
+    """Add a benchmark's rows to a ledger, with the commit, the machine and the versions they were measured with.
+
+    Args:
+        path: of the ledger; None: nothing is done. device: name of the GPU; by default the processor's.
+        rows: what of them has a column is written; ``context`` is the length; ``ratio`` is the row's p50 divided by its
+            baseline's in the same run, or the part of it that it takes: less is better. shared: of all rows.
+
+    Raises:
+        FadeError: the file has other columns.
+    """
+    if path is not None:
+        here = {**origin(device), **shared}
+        named = [{**here, **row, **({"length": row["context"]} if "context" in row else {})} for row in rows]
+        add_rows(Path(path), COLUMNS, [{name: row[name] for name in COLUMNS if name in row} for row in named])
+
+
+def origin(device: str = "") -> dict[str, Any]:
+    """Where and with what measurements are made: date, commit, device, threads, versions."""
+    torch, versions = importlib.import_module("torch"), {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.import_module(name).__version__
+        except ImportError:  # triton is Linux only
+            versions[name] = ""
+    where = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "device": device or processor()}
+    return {**where, "threads": torch.get_num_threads(), **versions}
+
+
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit that a folder is at, with a + if files of it have changed since; empty where there is no git."""
+    asked = "rev-parse", "--short=10", "HEAD"
+    try:
+        head, changed = (
+            subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout
+            for words in (asked, ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.strip() + ("+" if changed.strip() else "")
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Quantiles .2, .5 and .8 of measurements, each one of them.
+
+    Example:
+        >>> quantiles([5.0, 1.0, 4.0, 2.0, 3.0])
+        {'p20': 2.0, 'p50': 3.0, 'p80': 4.0}
+    """
+    ordered = sorted(values)
+    return {f"p{share}": ordered[round(share / 100 * (len(ordered) - 1))] for share in (20, 50, 80)}
 
 
 def add_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -33,10 +105,25 @@ def add_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any
         with path.open(newline="", encoding="utf-8") as file:
             found = next(csv.reader(file))
         if found != list(columns):
-            raise FadeError(f"{path} has other columns ({', '.join(found)}); name another file with --out")
+            raise FadeError(f"{path} has other columns ({', '.join(found)}); name another file")
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a ledger, in order.
+
+    Raises:
+        FadeError: it is not there, or no ledger.
+    """
+    if not path.is_file():
+        raise FadeError(f"ledger {path} is not there; make one with --ledger of a benchmark")
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+        if not rows or list(rows[0]) != list(COLUMNS):
+            raise FadeError(f"{path} is no ledger of this version; name another file")
+    return rows

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pipelines.ledger import processor
 from pipelines.measure import FULL, Measured
 
 MIB = 2**20
@@ -155,14 +156,9 @@ def machine() -> dict[str, Any]:
     """What the numbers were measured with: processor, threads, versions."""
     import torch
 
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(":", 1)[1].strip() if names else cpu
     packages = ("fade-predictor", "torch", "transformers", "lightning", "numpy")
     return {
-        "processor": cpu,
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
