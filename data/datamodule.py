@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
 
-from data.dataset import TraceDataset, collate
+from data.dataset import TraceDataset, TraceLoader, collate
 from data.trace import Traces
 from predictor.errors import FadeError
 
@@ -45,19 +44,21 @@ class TraceDataModule(LightningDataModule):
             FadeError: there is none, or it is unfinished or of another version.
         """
         self.traces = Traces(self.folder)
-        self._train = TraceDataset(self.traces, "train", shuffle=True, seed=self.seed)
+        # by the epoch, so that a fit that is resumed goes on with the order that it would have had
+        number = None if self.trainer is None else lambda trainer=self.trainer: trainer.current_epoch
+        self._train = TraceDataset(self.traces, "train", shuffle=True, seed=self.seed, number=number)
         self._validation = TraceDataset(self.traces, "validation")
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> TraceLoader:
         """Batches of the train documents in a new order each epoch."""
         return self._loader(self._train)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> TraceLoader:
         """Batches of the validation documents in the order of the shards."""
         return self._loader(self._validation)
 
-    def _loader(self, dataset: TraceDataset) -> DataLoader:
+    def _loader(self, dataset: TraceDataset) -> TraceLoader:
         into_batch = partial(
             collate, spec=self.traces.spec, n_sink=self.n_sink, recent_window=self.recent_window
         )
-        return DataLoader(dataset, batch_size=self.batch_size, collate_fn=into_batch, num_workers=0)
+        return TraceLoader(dataset, batch_size=self.batch_size, collate_fn=into_batch, num_workers=0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.trace import ARRAYS, Row, Traces
 from predictor.errors import FadeError
@@ -31,14 +32,26 @@ class TraceDataset(IterableDataset):
         split: ``"train"`` or ``"validation"``.
         shuffle: draw the order of shards, and of rows within a shard, anew for each pass.
         seed: of the order.
+        number: of a pass, which decides its order; passes are counted when it is not given.
+
+    Attributes:
+        given: rows of the newest pass that this process has had.
 
     Raises:
         FadeError: the collection has no such split.
     """
 
-    def __init__(self, traces: Traces, split: str, shuffle: bool = False, seed: int = 0):
+    def __init__(
+        self,
+        traces: Traces,
+        split: str,
+        shuffle: bool = False,
+        seed: int = 0,
+        number: Callable[[], int] | None = None,
+    ):
         self.traces, self.split, self.shuffle, self.seed = traces, split, shuffle, seed
-        self.passes = 0
+        self.number = number or count().__next__
+        self.given, self._skip = 0, 0
         if not traces.shards(split):
             raise FadeError(f"traces in {traces.folder} have no {split} documents; collect some")
         self._documents = {one["id"]: i for i, one in enumerate(traces.manifest["documents"])}
@@ -51,8 +64,8 @@ class TraceDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[Row]:
         """Yield rows as dictionaries, arrays as float16 numpy and ``doc`` as its place in the manifest."""
-        drawn = random.Random(f"{self.seed} {self.passes}")
-        self.passes += 1
+        drawn = random.Random(f"{self.seed} {self.number()}")
+        skip, self._skip, self.given = self._skip, 0, 0
         rank, world = _process()
         shards = self.traces.shards(self.split)
         if self.shuffle:
@@ -62,11 +75,31 @@ class TraceDataset(IterableDataset):
             if self.shuffle:
                 drawn.shuffle(rows)
             for row in self._mine(rows, rank, world):
-                yield {**row, "doc": self._documents[row["doc"]]}
+                self.given += 1
+                if self.given > skip:
+                    yield {**row, "doc": self._documents[row["doc"]]}
+
+    def skip(self, given: int) -> None:
+        """Begin the next pass after its first ``given`` rows; a pass that was finished is not begun again."""
+        self._skip = given if given < len(self) else 0
 
     def _mine(self, rows: Sequence, rank: int, world: int) -> Sequence:
         even = len(rows) // world * world if self.split == "train" else len(rows)
         return rows[:even][rank::world]
+
+
+class TraceLoader(DataLoader):
+    """A loader of trace rows whose place is kept in checkpoints: a fit that was broken off sees no row twice."""
+
+    dataset: TraceDataset
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far the pass is; rows are loaded in this process, and none ahead of its batch."""
+        return {"given": self.dataset.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on there."""
+        self.dataset.skip(state["given"])
 
 
 def collate(rows: Sequence[Row], spec: FeatureSpec, n_sink: int = 4, recent_window: int = 64) -> Batch:
@@ -115,8 +148,8 @@ def collate(rows: Sequence[Row], spec: FeatureSpec, n_sink: int = 4, recent_wind
     for name in LINEAR:
         batch[name] *= batch["mask"]  # the exponential of padding is 1
     batch["eligible"] = (slot >= n_sink) & (slot < length[:, None] - recent_window)
-    count = math.ceil(int(length.max()) / spec.block)
-    batch["block_size"] = torch.zeros(len(rows), count)
+    blocks = math.ceil(int(length.max()) / spec.block)
+    batch["block_size"] = torch.zeros(len(rows), blocks)
     for row, slots in zip(batch["block_size"], length.tolist()):
         sizes = block_sizes(slots, spec.block)
         row[: len(sizes)] = sizes.float()

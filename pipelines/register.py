@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,13 +40,14 @@ def register(
 ) -> int:
     """Register a trained predictor, and promote it if it serves the cache better than everything built in.
 
-    Measures recovery on the validation documents of the traces it was trained on, learns from the training documents
-    how much each kv head must keep, then measures in the cache, on text of another source, what it costs the language
-    model: KL on average, KL of the worst text, KL where the text is a copy, top-1. Writes a bundle with all of it and
-    registers it as the next version. The alias is set when its recovery is at least that of the best heuristic, and in
-    the cache it is nowhere worse than position, h2o, ema, or the untrained closed form with head budgets of its own,
-    and somewhere better than the heuristics; otherwise one line says why not and the exit status is 3. Where only the
-    closed form with its head budgets is better than the trained network, it is registered and promoted instead.
+    Measures recovery on the validation documents of the traces it was trained on, learns from the training
+    documents how much each kv head must keep, unless the checkpoint brings that (configs/fit_heads_demo.yaml), then
+    measures in the cache, on text of another source, what it costs the language model: KL on average, KL of the
+    worst text, KL where the text is a copy, top-1. Writes a bundle with all of it and registers it as the next
+    version. The alias is set when its recovery is at least that of the best heuristic, and in the cache it is
+    nowhere worse than position, h2o, ema, or the untrained closed form with head budgets of its own, and somewhere
+    better than the heuristics; otherwise one line says why not and the exit status is 3. Where only the closed form
+    with its head budgets is better than the trained network, it is registered and promoted instead.
 
     Args:
         checkpoint: folder that ``lightning fit`` wrote (its option ``output``), or a bundle.
@@ -70,15 +72,11 @@ def register(
             "and a share in (0, 1]"
         )
     predictor, collection = _load(checkpoint), Traces(traces)
-    facts = trace_facts(collection)
-    if predictor.manifest.get("traces_sha256") != facts["traces_sha256"]:
-        raise FadeError(
-            f"checkpoint {checkpoint} was trained on other traces than {traces}, and may have seen their "
-            "validation documents; name its own with --traces, or train again"
-        )
+    refuse_other_traces(predictor.manifest, f"checkpoint {checkpoint}", collection)
     from predictor.scoreboard import GATE, best_heuristic
 
-    predictor.budgets = head_budgets(predictor.net, traces)
+    if predictor.budgets is None:
+        predictor.budgets = head_budgets(predictor.net, traces)
     trained = Candidate(predictor, evaluate(predictor, traces))
     table = trained.board.table()
     print(format_table(table))
@@ -152,7 +150,7 @@ def publish(candidate: Candidate, folder: Path, name: str, alias: str, tracking_
         predictor.net,
         spec=predictor.spec,
         provenance=predictor.provenance,
-        metrics=candidate.board.values(),
+        metrics=predictor.metrics | candidate.board.values(),
         manifest=predictor.manifest,
         budgets=predictor.budgets,
         certificate=None if certificate is None else as_facts(certificate),
@@ -232,6 +230,22 @@ def format_table(table: dict[str, dict[float, float]]) -> str:
     for name in sorted(table, key=lambda row: -table[row][budgets[-1]]):
         lines.append(f"{name:<19}" + "".join(f"{table[name][budget]:>8.4f}" for budget in budgets))
     return "\n".join(lines)
+
+
+def refuse_other_traces(manifest: Mapping[str, Any], what: str, traces: Traces) -> None:
+    """Refuse a predictor that was not trained on these traces.
+
+    Args:
+        manifest: of the predictor. what: names it in the error. traces: what it is to be used on.
+
+    Raises:
+        FadeError: it was trained on others.
+    """
+    if manifest.get("traces_sha256") != trace_facts(traces)["traces_sha256"]:
+        raise FadeError(
+            f"{what} was trained on other traces than {traces.folder}, and may have seen their validation documents; "
+            "name its own traces, or train again"
+        )
 
 
 def sources(traces: Traces) -> list[str]:

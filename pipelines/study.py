@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pipelines.cli import run
-from predictor.budgets import SHARES, HeadBudgets, learn_budgets, lost_attention
+from predictor.budgets import SHARES, HeadBudgets, learn_budgets
 from predictor.errors import FadeError
+from predictor.headboard import lost_when_kept
 from predictor.nets import ScoreNet, TokenMLP
 from predictor.scoreboard import token_scores
 
@@ -115,17 +116,8 @@ def expected_loss(shares: Sequence[Sequence[float]], batches: Sequence[dict[str,
         >>> round(expected_loss([[0.5]], [row]), 4)
         0.3
     """
-    total, count = 0.0, 0
-    for batch in batches:
-        for row in range(len(batch["length"])):
-            share = shares[int(batch["layer"][row])][int(batch["head"][row])]
-            part = slice(row, row + 1)
-            target = batch["target_max"][part].float()
-            lost = lost_attention(
-                batch["scores"][part], target, batch["eligible"][part], batch["length"][part], (share,)
-            )
-            total, count = total + float(lost), count + 1
-    return total / count
+    lost = torch.cat([lost_when_kept([shares], batch["scores"], batch) for batch in batches])
+    return float(lost.double().mean())
 
 
 def size_table(

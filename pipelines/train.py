@@ -1,4 +1,4 @@
-"""Fit a predictor to traces: `lightning fit --config configs/fit_mlp_demo.yaml`."""
+"""Fit a predictor, or the budgets of heads, to traces: `lightning fit --config configs/fit_mlp_demo.yaml`."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ from lightning.pytorch.loggers import MLFlowLogger
 from data.datamodule import TraceDataModule
 from data.trace import Traces
 from pipelines.cli import guarded
-from pipelines.register import BEST, trace_facts
-from predictor.bundle import save_bundle
+from pipelines.head_plot import draw_head_budgets, format_lost
+from pipelines.register import BEST, refuse_other_traces, trace_facts
+from predictor.budgets import HeadBudgets
+from predictor.bundle import load_bundle, save_bundle
 from predictor.files import write_aside
-from predictor.module import MONITOR, PredictorModule
+from predictor.module import HEADS, LAYERS, HeadBudgetModule, PredictorModule, Rows, TraceModule
 from predictor.nets import ScoreNet
 from predictor.registry import quiet_mlflow, resolve_store
 
-CONFIG, LAYERS, HEADS = "config.yaml", "layers.csv", "heads.csv"
+CONFIG, PICTURE = "config.yaml", "heads.png"
+DEFAULT = f"{PredictorModule.__module__}.{PredictorModule.__name__}"  # what a config without a class_path trains
 
 
 @dataclass
 class Candidate:
-    """A network as it was after ``epoch`` epochs, with its numbers and its tables by layer and by head."""
+    """A network as it was after ``epoch`` epochs, with its numbers, its tables and its head budgets."""
 
     net: ScoreNet
     metrics: dict[str, float]
-    tables: dict[str, list[dict[str, float]]]
+    tables: dict[str, Rows]
     epoch: int
+    budgets: HeadBudgets | None = None
 
 
 class KeepBest(SaveConfigCallback):
-    """Keeps what belongs to the best epoch: a bundle, the resolved config, recovery by layer.
+    """Keeps what belongs to the best epoch: a bundle, the resolved config, tables by layer and head, a picture.
 
     The config goes to the tracking run at the start; the files are written beside each checkpoint that is saved.
     """
@@ -54,28 +58,24 @@ class KeepBest(SaveConfigCallback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write the bundle, the config and the table beside the checkpoint."""
-        assert isinstance(pl_module, PredictorModule)
-        metrics = {
-            name.removeprefix("val/"): float(value)
-            for name, value in trainer.callback_metrics.items()
-            if name.startswith("val/")
-        }
-        self._keep(trainer, Candidate(pl_module.net, metrics, _tables(pl_module), trainer.current_epoch + 1))
+        """Write the bundle, the config and the tables beside the checkpoint."""
+        assert isinstance(pl_module, TraceModule)
+        self._keep(trainer, _candidate(trainer, pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the untrained network, which is the closed form, as the first candidate: no epoch below it is kept."""
         self.untrained: Candidate | None = None
         best, data = trainer.checkpoint_callback, trainer.datamodule  # type: ignore[attr-defined]
-        if trainer.current_epoch or not isinstance(best, ModelCheckpoint) or best.dirpath is None:
+        if trainer.global_step or not isinstance(best, ModelCheckpoint) or best.dirpath is None:
             return
-        assert isinstance(pl_module, PredictorModule)
+        if not isinstance(pl_module, PredictorModule):  # there is nothing to be better than
+            return
         for batch in data.val_dataloader():
             pl_module.board.update(pl_module.net, trainer.strategy.batch_to_device(batch))
         values = pl_module.read_board()
-        self.untrained = Candidate(copy.deepcopy(pl_module.net), values, _tables(pl_module), epoch=0)
+        self.untrained = Candidate(copy.deepcopy(pl_module.net), values, pl_module.tables(), epoch=0)
         path = str(Path(best.dirpath) / f"{BEST}.ckpt")
-        score = torch.tensor(self.untrained.metrics[MONITOR.removeprefix("val/")])
+        score = torch.tensor(self.untrained.metrics[pl_module.monitor.removeprefix("val/")])
         best.best_k_models = {path: score}
         best.best_model_path = best.kth_best_model_path = path
         best.best_model_score = best.kth_value = score
@@ -92,19 +92,24 @@ class KeepBest(SaveConfigCallback):
             provenance=traces.provenance,
             metrics=candidate.metrics,
             manifest={**trace_facts(traces), "epoch": candidate.epoch},
+            budgets=candidate.budgets,
         )
         tables = {name: _csv(rows) for name, rows in candidate.tables.items()}
         for name, text in {CONFIG: self._resolved(), **tables}.items():
             with write_aside(folder / name) as aside:
                 aside.write_text(text, encoding="utf-8")
+        if candidate.budgets is not None:
+            draw_head_budgets(folder / PICTURE, candidate.budgets, candidate.metrics)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the untrained network if no epoch beat it; log the tables of the best epoch."""
+        """Keep the untrained network if no epoch beat it; log the tables and the picture of what was kept."""
         if self.untrained is not None:
             self._keep(trainer, self.untrained)
-        for table in (Path(self.config["output"]) / name for name in (LAYERS, HEADS)):
-            if trainer.is_global_zero and table.is_file():
-                self._log_text(trainer, table.name, table.read_text(encoding="utf-8"))
+        if isinstance(pl_module, HeadBudgetModule):  # with the rows since the last validation
+            self._keep(trainer, _candidate(trainer, pl_module))
+        for kept in (Path(self.config["output"]) / name for name in (LAYERS, HEADS, PICTURE)):
+            if trainer.is_global_zero and kept.is_file() and isinstance(trainer.logger, MLFlowLogger):
+                trainer.logger.experiment.log_artifact(trainer.logger.run_id, str(kept))
 
     def _resolved(self) -> str:
         return self.parser.dump(self.config, skip_none=False)
@@ -125,7 +130,8 @@ class FitCLI(LightningCLI):
         return {name: offered[name] for name in ("fit", "validate")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options that are not the trainer's, the model's or the data's."""
+        """Add the options that are not the trainer's, the model's or the data's; by default a network is trained."""
+        parser.set_defaults({"model": {"class_path": DEFAULT}})
         parser.add_argument(
             "--output", type=str, default="artefacts/fit/predictor", help="folder for the best epoch"
         )
@@ -151,33 +157,44 @@ class FitCLI(LightningCLI):
                 experiment, run_name=output.name, tracking_uri=uri, artifact_location=location
             )
         if self.subcommand == "fit" and not options["fast_dev_run"]:
-            given = options["callbacks"] or []
+            given, watched = options["callbacks"] or [], self.model.monitor
+            patience = self._get(self.config_init, "patience")
             kwargs["callbacks"] = [
                 *(given if isinstance(given, list) else [given]),
-                EarlyStopping(MONITOR, mode="max", patience=self._get(self.config_init, "patience")),
-                ModelCheckpoint(output, BEST, MONITOR, mode="max", enable_version_counter=False),
+                *([EarlyStopping(watched, mode="max", patience=patience)] if watched else []),
+                ModelCheckpoint(output, BEST, watched, mode="max", enable_version_counter=False),
             ]
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Refuse traces that the network was not built for before anything is written."""
-        self.model.net.check_spec(Traces(self._get(self.config_init, "data").folder).spec)
+        """Refuse traces that the network was not built for, or not trained on, before anything is written."""
+        folder = self._get(self.config_init, "data").folder
+        traces, manifest = Traces(folder), self.model.manifest
+        self.model.net.check_spec(traces.spec)
+        if manifest is not None:
+            refuse_other_traces(manifest, "the scorer", traces)
 
     def after_fit(self) -> None:
         """Say what was reached and where it lies."""
         best = self.trainer.checkpoint_callback
-        if (
-            isinstance(best, ModelCheckpoint)
-            and best.best_model_score is not None
-            and self.trainer.is_global_zero
-        ):
-            folder = Path(self._get(self.config_init, "output"))
-            print(f"{MONITOR} {best.best_model_score:.4f} at the best epoch, kept in {folder}")
-            print(f"next: python -m pipelines.register --checkpoint {folder} --name NAME")
+        if not isinstance(best, ModelCheckpoint) or not best.best_model_path or not self.trainer.is_global_zero:
+            return
+        folder = Path(self._get(self.config_init, "output"))
+        if best.best_model_score is not None:
+            print(f"{best.monitor} {best.best_model_score:.4f} at the best epoch, kept in {folder}")
+        else:
+            print(f"{format_lost(load_bundle(folder / BEST).metrics)}\nkept in {folder}")
+        print(f"next: python -m pipelines.register --checkpoint {folder} --name NAME")
 
 
-def _tables(module: PredictorModule) -> dict[str, list[dict[str, float]]]:
-    return {LAYERS: module.layer_table, HEADS: module.head_table}
+def _candidate(trainer: Trainer, module: TraceModule) -> Candidate:
+    """What a module has come to, with the numbers of its last validation."""
+    metrics = {
+        name.removeprefix("val/"): float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name.startswith("val/")
+    }
+    return Candidate(module.net, metrics, module.tables(), module.epochs, module.budgets)
 
 
 def _csv(rows: Sequence[dict[str, float]]) -> str:
@@ -197,8 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body(args: list[str]) -> None:
         FitCLI(
-            PredictorModule,
+            TraceModule,
             TraceDataModule,
+            subclass_mode_model=True,
             save_config_callback=KeepBest,
             save_config_kwargs={"save_to_log_dir": False},
             trainer_defaults={

@@ -7,7 +7,7 @@ its *worst* coming step, because one step in which a needed token is missing is 
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,15 +16,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from predictor.errors import FadeError
 
 # Body tokens kept, as a share of the prompt: sinks and window are kept anyway and are not counted.
 SHARES = (0.0, 0.015, 0.03, 0.05, 0.075, 0.11, 0.16, 0.23, 0.33, 0.47, 0.65, 0.82, 1.0)
 
+# How heads were given their shares when lost attention was measured.
+ALLOCATIONS = {
+    "max": "by head, learned from the worst step",
+    "sum": "by head, learned from the sum over steps",
+    "uniform": "all heads alike",
+}
+LOST = re.compile(r"(?P<kind>\w+)/lost_at_(?P<budget>[\d.]+)")
+
 
 def lost_attention(
-    scores: Tensor, target: Tensor, eligible: Tensor, length: Tensor, shares: Sequence[float] = SHARES
+    scores: Tensor, target: Tensor, eligible: Tensor, length: Tensor, shares: Sequence[float] | Tensor = SHARES
 ) -> Tensor:
     """Attention that is lost when a row keeps only its best-scored tokens.
 
@@ -32,10 +41,10 @@ def lost_attention(
         scores: [R, S], higher = keep.
         target: [R, S] largest attention that a token receives in any of the coming steps.
         eligible: [R, S] bool, tokens that may be dropped. length: [R] real tokens.
-        shares: kept eligible tokens as shares of the length.
+        shares: kept eligible tokens as shares of the length: K for all rows, or [R, K] for each row its own.
 
     Returns:
-        [R, len(shares)] sum of the targets of the dropped tokens.
+        [R, K] sum of the targets of the dropped tokens.
 
     Example:
         >>> yes, target = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.1, 0.4, 0.2, 0.3]])
@@ -45,8 +54,9 @@ def lost_attention(
     order = scores.float().masked_fill(~eligible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     mass = (target * eligible).gather(-1, order)
     dropped = mass.flip(-1).cumsum(-1).flip(-1)  # [R, S]: sum of this and all later ones
-    dropped = torch.nn.functional.pad(dropped, (0, 1))
-    kept = torch.stack([(length * share).long().clamp(max=scores.shape[-1]) for share in shares], dim=-1)
+    dropped = pad(dropped, (0, 1))
+    each = torch.as_tensor(shares, dtype=torch.float32, device=scores.device).expand(len(scores), -1)
+    kept = (length[:, None] * each).long().clamp(max=scores.shape[-1])
     return dropped.gather(-1, kept)
 
 
@@ -119,6 +129,61 @@ class HeadBudgets:
         return id(self)
 
 
+class LossTable:
+    """Sums of what each kv head lost at each share, over any number of batches; grows to the heads that it meets.
+
+    Attributes:
+        total: [layers, H, K] float64. rows: [layers, H] float64, how many rows were added.
+
+    Example:
+        >>> table, place = LossTable(shares=(0.0, 1.0)), torch.tensor([0, 0])
+        >>> table.add(torch.tensor([[0.4, 0.0], [0.6, 0.0]]), layer=place, head=place)
+        >>> table.budgets().lost
+        tensor([[[0.5000, 0.0000]]])
+    """
+
+    def __init__(self, shares: tuple[float, ...] = SHARES) -> None:
+        self.shares = shares
+        self.total = torch.zeros(0, 0, len(shares), dtype=torch.float64)
+        self.rows = torch.zeros(0, 0, dtype=torch.float64)
+
+    def add(self, lost: Tensor, layer: Tensor, head: Tensor) -> None:
+        """Add R rows: ``lost`` [R, K] from :func:`lost_attention`; ``layer`` and ``head`` [R]."""
+        place = layer.cpu().long(), head.cpu().long()
+        self._grow(*(1 + int(index.max()) for index in place))
+        self.total.index_put_(place, lost.cpu().double(), accumulate=True)
+        self.rows.index_put_(place, torch.ones(len(lost), dtype=torch.float64), accumulate=True)
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add what another table has counted, from its :meth:`state`."""
+        self._grow(*state["rows"].shape)
+        layers, heads = state["rows"].shape
+        self.total[:layers, :heads] += state["total"]
+        self.rows[:layers, :heads] += state["rows"]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums, for a checkpoint or another process."""
+        return {"total": self.total, "rows": self.rows}
+
+    def budgets(self) -> HeadBudgets:
+        """Return the means.
+
+        Raises:
+            FadeError: no rows, or a layer or head without any.
+        """
+        if not self.rows.any():
+            raise FadeError("no trace rows to learn head budgets from; collect traces first")
+        if missing := (self.rows == 0).nonzero().tolist():
+            layer, head = missing[0]
+            raise FadeError(f"no row of layer {layer}, kv head {head} was seen; collect more traces, or validate later")
+        return HeadBudgets((self.total / self.rows[..., None]).float(), self.shares)
+
+    def _grow(self, layers: int, heads: int) -> None:
+        more = max(layers - self.rows.shape[0], 0), max(heads - self.rows.shape[1], 0)
+        self.total = pad(self.total, (0, 0, 0, more[1], 0, more[0]))
+        self.rows = pad(self.rows, (0, more[1], 0, more[0]))
+
+
 def learn_budgets(
     score: Callable[[Mapping[str, Tensor]], Tensor],
     batches: Iterable[Mapping[str, Tensor]],
@@ -134,23 +199,25 @@ def learn_budgets(
     Raises:
         FadeError: a layer or head without rows.
     """
-    total: dict[tuple[int, int], Tensor] = {}
-    rows: Counter[tuple[int, int]] = Counter()
+    table = LossTable()
     for batch in batches:
         lost = lost_attention(score(batch), batch[target], batch["eligible"], batch["length"])
-        for where, row in zip(zip(batch["layer"].tolist(), batch["head"].tolist()), lost.double()):
-            total[where] = total[where] + row if where in total else row
-            rows[where] += 1
-    if not total:
-        raise FadeError("no trace rows to learn head budgets from; collect traces first")
-    layers, heads = (1 + max(each) for each in zip(*total))
-    table = torch.zeros(layers, heads, len(SHARES))
-    for layer in range(layers):
-        for head in range(heads):
-            if not rows[layer, head]:
-                raise FadeError(f"the traces have no row of layer {layer}, kv head {head}; collect them again")
-            table[layer, head] = total[layer, head] / rows[layer, head]
-    return HeadBudgets(table)
+        table.add(lost, batch["layer"], batch["head"])
+    return table.budgets()
+
+
+def lost_curves(metrics: Mapping[str, float]) -> dict[str, dict[float, float]]:
+    """Sort what was measured of lost attention by allocation and budget; other numbers are left out.
+
+    Example:
+        >>> lost_curves({"max/lost_at_0.25": 0.1, "max/lost_at_0.5": 0.02, "loss": 3.0})
+        {'max': {0.25: 0.1, 0.5: 0.02}}
+    """
+    found: dict[str, dict[float, float]] = {}
+    for name, value in metrics.items():
+        if match := LOST.fullmatch(name):
+            found.setdefault(match["kind"], {})[float(match["budget"])] = value
+    return found
 
 
 def _hull(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:

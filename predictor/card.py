@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from predictor.budgets import HeadBudgets
+from predictor.budgets import ALLOCATIONS, HeadBudgets, lost_curves
 from predictor.certificate import SHARE, ladder, upper_bound
 
 RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>[\d.]+)")
@@ -56,15 +56,9 @@ Attention recorded from that model: the last {spec["window"]} queries of each pr
 | | |
 |---|---|
 {_rows(told)}
-## Measured on documents it never saw
+{_recoveries(metrics)}{_certified(facts.get("certificate"))}## Budgets of heads
 
-Recovery is the share of the attention of the following steps that falls on the kept tokens, when the given share of
-the prompt is kept. The oracle knows the future; the rest are built-in heuristics.
-
-{_recoveries(metrics)}
-{_certified(facts.get("certificate"))}## Budgets of heads
-
-{_spread(facts["budgets"])}
+{_spread(facts["budgets"])}{_lost(metrics)}
 
 ## Use
 
@@ -86,15 +80,27 @@ without them. It was trained on the texts counted above: measure it on your own 
 
 
 def _recoveries(metrics: Mapping[str, float]) -> str:
-    """Lay ``[WHO/]recovery_at_BUDGET`` out as a table, whoever recovers most first."""
+    """Lay ``[WHO/]recovery_at_BUDGET`` out as a section, whoever recovers most first."""
     found = [(match, value) for key, value in metrics.items() if (match := RECOVERY.fullmatch(key))]
     budgets = sorted({match["budget"] for match, _ in found}, key=float, reverse=True)
     table: dict[str, dict[str, float]] = {}
     for match, value in found:
         table.setdefault(match["who"] or "**this predictor**", {})[match["budget"]] = value
+    if not table:
+        return ""
+    head = """## Measured on documents it never saw
+
+Recovery is the share of the attention of the following steps that falls on the kept tokens, when the given share of
+the prompt is kept. The oracle knows the future; the rest are built-in heuristics.
+
+"""
     lines = [["kept share", *budgets], ["---"] * (len(budgets) + 1)]
     for who, row in sorted(table.items(), key=lambda item: -item[1].get(budgets[0], 0.0)):
         lines.append([who, *(f"{row[b]:.4f}" if b in row else "" for b in budgets)])
+    return head + _table(lines) + "\n"
+
+
+def _table(lines: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -154,6 +160,23 @@ def _spread(stored: dict[str, Any] | None) -> str:
         f"When a quarter of the context may stay, {few} of {len(shares)} kv heads get more than half of it, "
         f"{many} less than a quarter; the median is {shares[len(shares) // 2]:.0%}."
     )
+
+
+def _lost(metrics: Mapping[str, float]) -> str:
+    """What budgets by head save, as a table below the sentence."""
+    found = lost_curves(metrics)
+    if not found:
+        return ""
+    budgets = sorted({budget for lost in found.values() for budget in lost}, reverse=True)
+    lines = [["kept share", *map(str, budgets)], ["---"] * (len(budgets) + 1)]
+    for kind in found:
+        lines.append([ALLOCATIONS[kind], *(f"{found[kind][b]:.4f}" if b in found[kind] else "" for b in budgets)])
+    return f"""
+
+Attention that the dropped tokens would have received at their worst coming step, on documents that were not learned
+from, mean of all heads:
+
+{_table(lines)}"""
 
 
 def _rows(table: Mapping[str, Any]) -> str:

@@ -1,24 +1,74 @@
-"""Training of a predictor on traces, as a LightningModule."""
+"""Training on traces, as LightningModules: a network that scores tokens, and how much each kv head must keep."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from predictor.budgets import HeadBudgets, LossTable, lost_attention
 from predictor.errors import FadeError
+from predictor.headboard import TARGETS, BudgetBoard, rows_of_heads
 from predictor.losses import LOSSES
+from predictor.nets import TokenMLP
+from predictor.registry import load_predictor
 from predictor.reselect import ReselectBoard, block_net, blocks_at, horizon_mass, timeline
-from predictor.scoreboard import BUDGETS, GATE, Batch, Scoreboard, Target, block_targets, target_mass
+from predictor.scoreboard import (
+    BUDGETS,
+    GATE,
+    Batch,
+    Scoreboard,
+    Target,
+    block_targets,
+    target_mass,
+    token_scores,
+)
 from predictor.scorenet import BlockNet, ScoreNet, check_size
 from predictor.temporal import block_mass
 
 MONITOR = f"val/recovery_at_{GATE}"
+LAYERS, HEADS = "layers.csv", "heads.csv"
+Rows = list[dict[str, float]]
 
 
-class PredictorModule(LightningModule):
+class TraceModule(LightningModule):
+    """What ``lightning fit`` trains on traces and keeps as a bundle.
+
+    Attributes:
+        monitor: the validation number whose best epoch is kept, higher being better; None: the newest is kept.
+        net: scores the tokens.
+        manifest: of the bundle that the network comes from; None when it is trained here, or not at all.
+        learned: head budgets by target, when they are what is learned here.
+        target: what is ranked by, or lost.
+    """
+
+    monitor: ClassVar[str | None] = None
+    net: ScoreNet
+    target: Target
+    manifest: Mapping[str, Any] | None = None
+    learned: Mapping[str, HeadBudgets] = {}
+
+    @property
+    def budgets(self) -> HeadBudgets | None:
+        """How much each kv head must keep, if that is known."""
+        return self.learned.get(self.target)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that the network was trained for."""
+        return self.current_epoch + 1
+
+    def tables(self) -> dict[str, Rows]:
+        """Return what was measured by layer or by head: file name -> rows."""
+        raise NotImplementedError
+
+
+class PredictorModule(TraceModule):
     """Fit a network to the attention that tokens really received, and hold it against the heuristics.
 
     Args:
@@ -36,6 +86,8 @@ class PredictorModule(LightningModule):
         budgets: kept shares of the context at which recovery is reported.
     """
 
+    monitor = MONITOR
+
     def __init__(
         self,
         net: ScoreNet,
@@ -52,8 +104,7 @@ class PredictorModule(LightningModule):
         super().__init__()
         if loss not in LOSSES:
             raise FadeError(f"loss {loss!r} is not known; use one of {', '.join(LOSSES)}")
-        if bad := [budget for budget in budgets if not 0 < budget <= 1]:
-            raise FadeError(f"budget {bad[0]} is not a share of the context; use floats in (0, 1]")
+        check_shares(budgets)
         check_size(net)
         self.save_hyperparameters(ignore=["net"])
         self.net, self.loss, self.target, self.steps = net, loss, target, steps
@@ -67,8 +118,7 @@ class PredictorModule(LightningModule):
                     f"every {every} forecasts the mean of as many steps; leave out steps {steps} and target {target!r}"
                 )
             self.board = ReselectBoard(every, budgets, stride=stride)
-        self.layer_table: list[dict[str, float]] = []
-        self.head_table: list[dict[str, float]] = []
+        self._tables: dict[str, Rows] = {}
         self.calibrated: Tensor
         self.register_buffer("calibrated", torch.tensor(False))
 
@@ -118,15 +168,134 @@ class PredictorModule(LightningModule):
     def read_board(self) -> dict[str, float]:
         """Take the numbers off the board, clear it, and give the network the temperature that was found."""
         values = self.board.values()
-        self.layer_table, self.head_table = self.board.by_layer(), self.board.by_head()
+        self._tables = {LAYERS: self.board.by_layer(), HEADS: self.board.by_head()}
         if isinstance(self.net, BlockNet) and "temperature" in values:
             self.net.temperature.fill_(values["temperature"])
         self.board.reset()
         return values
 
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        epochs = self.trainer.max_epochs or -1
-        if epochs < 1:
-            return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)]
+    def tables(self) -> dict[str, Rows]:
+        return self._tables
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+
+    def on_train_epoch_start(self) -> None:
+        """Set the learning rate from the epoch alone.
+
+        A fit that is resumed goes on with the rates it would have had, and one that is resumed for more epochs falls
+        to zero at their end; a scheduler's state would keep the end that was planned first, and rise again behind it.
+        """
+        if (epochs := self.trainer.max_epochs or 0) > 0:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] = self.lr * (1 + math.cos(math.pi * self.current_epoch / epochs)) / 2
+
+
+class HeadBudgetModule(TraceModule):
+    """Learn how much each kv head must keep, and hold that against the same for all on held-out documents.
+
+    What each head loses at each share is the mean over the rows, so one epoch is all that it takes and nothing is
+    differentiated; sums are kept in float64, and those of several processes are added up.
+
+    Args:
+        scorer: bundle, reference or shipped name whose scores rank the tokens; null for the untrained closed form.
+        lost: what a dropped token would have received: ``max``, at its worst coming step, or ``sum``, over all. Both
+            are learned and compared; this one is kept.
+        shares: of the context, kept besides sinks and window, at which lost attention is reported.
+    """
+
+    # no argument has the name of one of PredictorModule's: jsonargparse would carry that one's default over
+
+    def __init__(
+        self,
+        scorer: str | None = None,
+        lost: Literal["max", "sum"] = "max",
+        shares: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625),
+    ) -> None:
+        super().__init__()
+        if lost not in TARGETS:
+            raise FadeError(f"lost {lost!r} is not known; use one of {', '.join(TARGETS)}")
+        check_shares(shares)
+        self.save_hyperparameters()
+        self.target, self.board = lost, BudgetBoard(shares)
+        net: ScoreNet = TokenMLP()
+        if scorer is not None:
+            predictor = load_predictor(scorer)
+            net, self.manifest = predictor.net, predictor.manifest
+        self.net = net.requires_grad_(True)  # ddp refuses a module that has nothing to differentiate
+        self.counted = {kind: LossTable() for kind in TARGETS}
+        self.learned = {}
+
+    @property
+    def epochs(self) -> int:
+        return (self.manifest or {}).get("epoch", 0)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        scores = token_scores(self.net, batch)
+        for kind, table in self.counted.items():
+            lost = lost_attention(scores, batch[f"target_{kind}"], batch["eligible"], batch["length"])
+            table.add(lost, batch["layer"], batch["head"])
+            if kind == self.target:
+                loss = lost.mean()
+        self.log("train/loss", loss, batch_size=len(scores), prog_bar=True, on_step=False, on_epoch=True)
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the mean needs no gradient."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+    def on_validation_start(self) -> None:
+        self._learn()
+
+    def on_train_epoch_end(self) -> None:
+        self._learn()  # there may have been rows since the last validation
+
+    def _learn(self) -> None:
+        self.learned = {kind: table.budgets() for kind, table in self._pooled().items()}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.board.update(self.net, batch, self.learned)
+
+    def on_validation_epoch_end(self) -> None:
+        for name, value in self.board.values().items():
+            self.log(f"val/{name}", value)
+        self.board.reset()
+
+    def tables(self) -> dict[str, Rows]:
+        return {HEADS: rows_of_heads(self.learned[self.target], self.board.budgets)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lost"] = {kind: table.state() for kind, table in self._pooled().items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.counted = {kind: LossTable() for kind in TARGETS}
+        if self.global_rank == 0:  # once, not once in each process
+            for kind, state in checkpoint["lost"].items():
+                self.counted[kind].merge(state)
+
+    def _pooled(self) -> dict[str, LossTable]:
+        """The sums of all processes."""
+        states = [{kind: table.state() for kind, table in self.counted.items()}]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            mine, states = states[0], [{}] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(states, mine)
+        pooled = {kind: LossTable() for kind in TARGETS}
+        for state in states:
+            for kind, table in pooled.items():
+                table.merge(state[kind])
+        return pooled
+
+
+def check_shares(budgets: tuple[float, ...]) -> None:
+    """Refuse budgets that are not shares.
+
+    Raises:
+        FadeError: names the first of them.
+
+    Example:
+        >>> check_shares((0.5, 1.0))
+    """
+    if bad := [budget for budget in budgets if not 0 < budget <= 1]:
+        raise FadeError(f"budget {bad[0]} is not a share of the context; use floats in (0, 1]")

@@ -57,6 +57,8 @@ def _holds(resolved: object, written: object) -> None:
     """Everything that was written is in what the command understood."""
     if isinstance(written, dict):
         assert isinstance(resolved, dict)
+        if "class_path" in resolved and "class_path" not in written:  # that of the default
+            resolved = resolved["init_args"]
         for key, value in written.items():
             _holds(resolved[key], value)
     elif isinstance(written, list) and isinstance(resolved, list):

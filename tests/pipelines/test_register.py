@@ -25,6 +25,7 @@ from pipelines.register import (
     register,
     trace_facts,
 )
+from predictor.budgets import SHARES, HeadBudgets
 from predictor.bundle import load_bundle, save_bundle
 from predictor.nets import TokenMLP
 from predictor.registry import _client, load_predictor
@@ -100,6 +101,23 @@ def test_what_is_measured_decides(
     champion = bool(_client(store).get_registered_model("first").aliases)
     assert champion == promoted
     assert load_predictor("models:/first/1", tracking_uri=store).certificate == certificate
+
+
+def test_budgets_that_a_checkpoint_brings_are_not_learned_again(
+    registers: Registers, closed: Path, store: str, tmp_path: Path
+) -> None:
+    predictor = load_bundle(closed)
+    budgets = HeadBudgets(torch.rand(2, 2, len(SHARES)))
+    brought = save_bundle(
+        tmp_path / "brought", predictor.net, spec=predictor.spec, provenance=predictor.provenance, budgets=budgets,
+        metrics={"max/lost_at_0.25": 0.25}, manifest=predictor.manifest,
+    )  # fmt: skip
+    registers(brought, "brings")
+    bundle = load_predictor("models:/brings/1", tracking_uri=store)
+    assert bundle.budgets is not None
+    assert bundle.budgets.to_dict() == budgets.to_dict()
+    assert bundle.metrics["max/lost_at_0.25"] == 0.25
+    assert "recovery_at_0.25" in bundle.metrics
 
 
 def test_figures_are_those_of_the_cache(closed: Path, tiny_model_dir: Path) -> None:

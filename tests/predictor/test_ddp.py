@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
+from data.datamodule import TraceDataModule
+from predictor.budgets import learn_budgets
 from predictor.bundle import load_bundle
+from predictor.nets import TokenMLP
+from predictor.scoreboard import token_scores
 
 from .test_fit_and_register import traces  # noqa: F401 (a fixture)
 
@@ -56,3 +61,14 @@ def test_two_processes_reach_the_loss_of_one(traces, tmp_path):  # noqa: F811
     )
     one, two = weights
     assert (one - two).norm() < 0.1 * one.norm()
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_head_budgets_of_one(traces, tmp_path):  # noqa: F811
+    module = ("--model", "predictor.module.HeadBudgetModule", "--trainer.max_epochs", "1")
+    together = fit(traces, tmp_path / "heads", 2, *module)
+    data = TraceDataModule(str(traces))
+    data.setup("fit")
+    alone = learn_budgets(partial(token_scores, TokenMLP()), data.train_dataloader())
+    torch.testing.assert_close(together.budgets.lost, alone.lost, rtol=1e-3, atol=1e-4)  # stored with four digits
+    assert together.metrics["max/lost_at_0.25"] > 0

@@ -1,0 +1,123 @@
+"""Head budgets against each other on held-out traces: what is lost when each kv head keeps what it was given.
+
+``max`` was learned from each token's worst coming step, ``sum`` from all steps together, ``uniform`` gives all heads
+the same. All are judged by the worst step: one step in which a needed token is missing is what spoils a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from predictor.budgets import HeadBudgets, lost_attention
+from predictor.errors import FadeError
+from predictor.metrics import RowMean
+from predictor.scoreboard import BUDGETS, Batch, token_scores
+from predictor.scorenet import ScoreNet
+
+TARGETS = ("max", "sum")
+UNIFORM = "uniform"
+
+
+def lost_when_kept(shares: Sequence[Sequence[Sequence[float]]], scores: Tensor, batch: Batch) -> Tensor:
+    """Attention that each row loses at the worst step when its kv head keeps the given shares.
+
+    Args:
+        shares: K allocations: for each layer, one share of the context for each kv head.
+        scores: [R, S], higher = keep.
+        batch: R rows with ``target_max``, ``eligible``, ``length``, ``layer`` and ``head``.
+
+    Returns:
+        [R, K].
+
+    Example:
+        >>> yes, target = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+        >>> row = {"target_max": target, "eligible": yes, "length": torch.tensor([4]),
+        ...        "layer": torch.tensor([0]), "head": torch.tensor([0])}
+        >>> lost_when_kept([[[0.5]], [[1.0]]], target, row)
+        tensor([[0.3000, 0.0000]])
+    """
+    kept = torch.tensor(shares, device=scores.device)[:, batch["layer"], batch["head"]].T  # [R, K]
+    return lost_attention(scores, batch["target_max"].float(), batch["eligible"], batch["length"], kept)
+
+
+class BudgetBoard(nn.Module):
+    """Attention lost at several budgets, head by head as learned and with all heads alike.
+
+    Args:
+        budgets: kept shares of the context, besides sinks and window.
+    """
+
+    def __init__(self, budgets: Sequence[float] = BUDGETS) -> None:
+        super().__init__()
+        self.budgets = sorted(set(budgets), reverse=True)
+        self._lost = nn.ModuleDict(
+            {kind: nn.ModuleList(RowMean(_itself) for _ in self.budgets) for kind in (UNIFORM, *TARGETS)}
+        )
+
+    @property
+    def lost(self) -> dict[str, list[RowMean]]:
+        """The metrics of each allocation, by budget."""
+        return {kind: list(cast("Iterable[RowMean]", each)) for kind, each in self._lost.items()}
+
+    def update(self, net: ScoreNet, batch: Batch, learned: Mapping[str, HeadBudgets]) -> None:
+        """Add a batch; ``learned`` has a table for each target.
+
+        Raises:
+            FadeError: a row of a kv head that the tables lack.
+        """
+        layers, heads, _ = learned[TARGETS[0]].lost.shape
+        if int(batch["layer"].max()) >= layers or int(batch["head"].max()) >= heads:
+            raise FadeError(
+                f"training rows of {layers} layers and {heads} kv heads were seen, and validation has more; collect "
+                "more traces, or validate later (trainer.val_check_interval)"
+            )
+        scores = token_scores(net, batch)
+        for kind, metrics in self.lost.items():
+            shares = [allocation(learned, kind, budget) for budget in self.budgets]
+            for metric, lost in zip(metrics, lost_when_kept(shares, scores, batch).T):
+                metric.update(lost)
+
+    def values(self) -> dict[str, float]:
+        """Return every number under its readable name, as a tracking server takes it."""
+        return {
+            f"{kind}/lost_at_{budget}": float(metric.compute())
+            for kind, metrics in self.lost.items()
+            for budget, metric in zip(self.budgets, metrics)
+        }
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        for metrics in self.lost.values():
+            for metric in metrics:
+                metric.reset()
+
+
+def allocation(learned: Mapping[str, HeadBudgets], kind: str, budget: float) -> Sequence[Sequence[float]]:
+    """For each layer, one share for each kv head: learned for the target ``kind``, or the same for all."""
+    if kind != UNIFORM:
+        return learned[kind].allocate(budget)
+    layers, heads, _ = learned[TARGETS[0]].lost.shape
+    return [[budget] * heads] * layers
+
+
+def rows_of_heads(budgets: HeadBudgets, shares: Sequence[float]) -> list[dict[str, float]]:
+    """Return one row a layer and kv head: the share that it keeps of each total share."""
+    allocations = {share: budgets.allocate(share) for share in shares}
+    layers, heads, _ = budgets.lost.shape
+    return [
+        {
+            "layer": layer,
+            "head": head,
+            **{f"kept_at_{share}": round(kept[layer][head], 5) for share, kept in allocations.items()},
+        }
+        for layer in range(layers)
+        for head in range(heads)
+    ]
+
+
+def _itself(values: Tensor) -> Tensor:
+    return values
