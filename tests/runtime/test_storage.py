@@ -67,7 +67,7 @@ LAYOUTS = [Bits(), Bits(4, 4, 2, 2), Bits(8, 8, 4, 2), Bits(4, 2, 4, 2), Bits(8,
 @pytest.mark.parametrize("bits", LAYOUTS, ids=str)
 @given(data=st.data())
 def test_demotion_by_code_is_what_few_bits_give_at_once(bits: Bits, data: st.DataObject) -> None:
-    """Nothing is quantised twice: the low tier equals nearest levels of the same ranges, computed from the original."""
+    """Nothing is quantised twice: the low tier equals the nearest middles, computed from the original."""
     lengths = data.draw(st.lists(st.integers(0, 100), min_size=1, max_size=3))
     torch.manual_seed(sum(lengths))
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -84,10 +84,9 @@ def test_demotion_by_code_is_what_few_bits_give_at_once(bits: Bits, data: st.Dat
         back = dequantise(packed, torch.float32)[name == "value"]
         scale, zero = (getattr(plain, f"{name}_{part}").float() for part in ("scale", "zero"))
         scale, zero = (t[page] if name == "key" else t for t in (scale, zero))
-        step = scale * (2 ** getattr(bits, name) - 1) / (2**few - 1)
-        nearest = ((quant.hadamard(x) - zero) / step.clamp(min=1e-9)).round().clamp(
-            0, 2**few - 1
-        ) * step + zero
+        step = scale * 2 ** (getattr(bits, name) - few)
+        least = zero + (step - scale) / 2  # the middle of the levels that share the lowest one
+        nearest = ((quant.hadamard(x) - least) / step.clamp(min=1e-9)).round().clamp(0, 2**few - 1) * step + least
         error = (quant.hadamard(back) - nearest[place]).abs()[packed.low()]
         off = error > 1e-4  # a tie between two levels may fall either way
         assert not bool(off.any()) or bool(((error - step[place][packed.low()]).abs() < 1e-3)[off].all())
