@@ -32,7 +32,7 @@ class PackedTokens:
 
     T tokens, of which T4 in the INT4 tier and T2 in the low tier, in P pages over R rows. A row keeps as many tokens
     as it keeps, a page between 1 and 64 of them: first those of the INT4 tier, then the low ones, each by slot.
-    Both tiers of a page share its scales, since the levels of few bits are among those of more bits.
+    Both tiers of a page share its scales: the codes of the low tier are the highest bits of those of the INT4 tier.
 
     Attributes:
         key_codes, value_codes: [T4, D * bits / 8] uint8. low_key_codes, low_value_codes: [T2, D * bits / 8] uint8.

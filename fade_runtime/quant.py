@@ -69,22 +69,30 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 def recode(packed: Tensor, bits: int, fewer: int) -> Tensor:
     """Demote packed codes to fewer bits: uint8 [..., D * bits / 8] -> uint8 [..., D * fewer / 8].
 
-    Level c of the few stands for level ``c * ratio(bits, fewer)`` of the many. The ratio is odd, so the result is what
-    quantising the original to the few bits at once would have given.
+    The highest bits stay, so level c of the few stands for the middle of the levels that share them (:func:`middle`),
+    and the result is what quantising the original to those middles at once would have given.
 
     Example:
-        >>> unpack(recode(pack(torch.tensor([0, 2, 3, 15], dtype=torch.uint8), 4), 4, 2), 2).tolist()  # ratio 5
+        >>> unpack(recode(pack(torch.tensor([0, 3, 4, 15], dtype=torch.uint8), 4), 4, 2), 2).tolist()
         [0, 0, 1, 3]
     """
-    if bits == fewer:
-        return packed
-    step = ratio(bits, fewer)
-    return pack(((unpack(packed, bits).short() + step // 2) // step).byte(), fewer)
+    return packed if bits == fewer else pack(unpack(packed, bits) >> (bits - fewer), fewer)
 
 
-def ratio(bits: int, fewer: int) -> int:
-    """Levels of ``bits`` per level of ``fewer`` bits: 5 from 4 to 2, 17 from 8 to 4, 85 from 8 to 2."""
-    return LEVELS[bits] // LEVELS[fewer]
+def middle(bits: int, fewer: int) -> tuple[int, float]:
+    """What level c of ``fewer`` bits is among the levels of ``bits``: ``c * step + rest``.
+
+    From 4 bits to 2, middles err by 2/15 of the range at most; levels at both its ends would by 1/6.
+
+    Returns:
+        step and rest.
+
+    Example:
+        >>> middle(4, 2), middle(8, 2), middle(4, 4)
+        ((4, 1.5), (64, 31.5), (1, 0.0))
+    """
+    step = 1 << (bits - fewer)
+    return step, (step - 1) / 2
 
 
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from predictor.errors import FadeError
 from predictor.files import sha256_file, write_aside
 from predictor.provenance import check_provenance, model_provenance
 
-VERSION = 1
+VERSION = 2  # 1 read low codes as levels that end at both ends of their range
 TENSORS, FACTS = "session.safetensors", "session.json"
 NAMED = ("tokenizer", "assistant", "spill_dir")  # options that are stored by where they were loaded from
 IDS = "text.ids"  # of the tokens, where the cache reads the text
@@ -264,11 +264,11 @@ def _read(path: Path) -> dict[str, Any]:
         text = (path / FACTS).read_bytes().decode("utf-8")
         facts = json.loads(text)
         version = facts.get("version") if isinstance(facts, dict) else None
-        if isinstance(version, int) and version > VERSION:
+        if isinstance(version, int) and version != VERSION:
             raise FadeError(
-                f"{what} has format {version}, this release reads up to {VERSION}; upgrade fade-predictor"
+                f"{what} has format {version}, this release reads {VERSION}; load it with the release that saved it"
             )
-        if version != VERSION or _sealed(facts) != text:
+        if not isinstance(version, int) or _sealed(facts) != text:
             raise _damaged(what, f"{FACTS} does not match its checksum")
         if sha256_file(path / TENSORS) != facts["tensors_sha256"]:
             raise _damaged(what, f"{TENSORS} does not match its checksum")

@@ -6,7 +6,7 @@
  * Each row's tokens are cut into pieces. A piece has a softmax of its own (scores, exponentials, weighted values); the
  * pieces of a row are merged at the end, in order, so the result does not depend on how many threads shared them.
  * Codes become floats in registers, or are multiplied in integers: a page's key scale is folded into the query, a
- * token's value scale into its probability, and codes of the low tier are multiplied by their ratio in the same place.
+ * token's value scale into its probability, and so is what a code of the low tier stands for.
  * The head dim must be a multiple of 16.
  */
 #include <pthread.h>
@@ -109,25 +109,26 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
                         int64_t low, float *scratch, float *line, int64_t stride) {
     const int64_t few = part->page_low[page], many = part->page_len[page] - few;
     float *scale = scratch, *zero = scale + dim, *folded = zero + dim, *low_folded = folded + BLOCK * dim;
-    float *tile = low_folded + BLOCK * dim, constant[BLOCK];
+    float *tile = low_folded + BLOCK * dim, constant[BLOCK], low_constant[BLOCK];
     const int bits = (int)part->key_bits, low_bits = (int)part->low_key_bits;
-    const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
+    const float step = step_of(bits, low_bits), rest = (step - 1) / 2;
     to_float(part->key_scale + page * dim, dim, scale);
     to_float(part->key_zero + page * dim, dim, zero);
     for (int q = 0; q < count; q++) {
-        vec offset = {0};
+        vec offset = {0}, scales = {0};
         for (int64_t d = 0; d < dim; d += LANES) {
             const vec mine = load(query + q * dim + d), part = mine * load(scale + d);
             store(folded + q * dim + d, part);
-            if (few) store(low_folded + q * dim + d, part * ratio);
-            offset += mine * load(zero + d);
+            if (few) store(low_folded + q * dim + d, part * step);
+            offset += mine * load(zero + d), scales += part;
         }
         constant[q] = total(offset);
+        low_constant[q] = constant[q] + rest * total(scales);
     }
     const uint8_t *codes = part->key_codes + high * bytes_of(bits, dim);
     const uint8_t *low_codes = part->low_key_codes + low * bytes_of(low_bits, dim);
     if (many) code_dots(codes, bits, many, dim, folded, constant, count, line, stride, tile);
-    if (few) code_dots(low_codes, low_bits, few, dim, low_folded, constant, count, line + many, stride, tile);
+    if (few) code_dots(low_codes, low_bits, few, dim, low_folded, low_constant, count, line + many, stride, tile);
 }
 
 /* Float16 [n, groups] -> float32 [groups, PAGE], zero after n. */
@@ -145,11 +146,11 @@ static void page_values(const packed *part, int64_t dim, int64_t groups, const f
     float *scale = scratch, *zero = scale + PAGE * groups, *weight = zero + PAGE * groups;
     float *tile = weight + BLOCK * PAGE * groups;
     const int bits = (int)part->value_bits, low_bits = (int)part->low_value_bits;
-    const float ratio = (float)(((1 << bits) - 1) / ((1 << low_bits) - 1));
+    const float step = step_of(bits, low_bits), rest = (step - 1) / 2;
     by_group(part->value_scale + token * groups, n, groups, tile, scale);
     by_group(part->value_zero + token * groups, n, groups, tile, zero);
     for (int64_t g = 0; g < groups; g++)
-        for (int64_t t = many; t < n; t++) scale[g * PAGE + t] *= ratio;
+        for (int64_t t = g * PAGE + many; t < g * PAGE + n; t++) zero[t] += rest * scale[t], scale[t] *= step;
     for (int64_t g = 0; g < groups; g++)
         for (int q = 0; q < count; q++) {
             float *mine = weight + (g * BLOCK + q) * PAGE, *sum = acc + q * dim + g * width;

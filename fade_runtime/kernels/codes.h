@@ -134,6 +134,9 @@ static void hadamard(float *x, int64_t dim) {
 /* Byte i of a token holds channel i of each of 8 / bits equal parts, the first part in the lowest bits. */
 inlined int parts_of(int bits) { return bits == FLOAT ? 1 : 8 / bits; }
 
+/* Levels of the INT4 tier that share a level of the low one, which stands for their middle. */
+inlined float step_of(int bits, int low_bits) { return (float)(1 << (bits - low_bits)); }
+
 inlined int64_t bytes_of(int bits, int64_t dim) { return dim * bits / 8; }
 
 /* 8 channels, from channel i, of a part of a token. */

@@ -74,7 +74,8 @@ class _Unpacked:
         is_low, place = self.is_low[tokens], self.place[tokens]
         few = quant.unpack(self.low[place[is_low]], self.low_bits).to(dtype)
         out = few.new_empty(len(place), few.shape[1])
-        out[is_low] = few * quant.ratio(self.bits, self.low_bits)
+        step, rest = quant.middle(self.bits, self.low_bits)
+        out[is_low] = few * step + rest
         out[~is_low] = quant.unpack(self.high[place[~is_low]], self.bits).to(dtype)
         return out
 

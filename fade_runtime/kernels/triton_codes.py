@@ -190,6 +190,13 @@ def load_field(codes, first, steps, real, f: tl.constexpr, bits: tl.constexpr, l
 
 
 @triton.jit
+def middles(few, is_low, levels: tl.constexpr, low_levels: tl.constexpr):
+    """Low codes [64, n] in units of the INT4 tier's scale (:func:`fade_runtime.quant.middle`); zero where not low."""
+    step: tl.constexpr = (levels + 1) // (low_levels + 1)
+    return tl.where(is_low[:, None], few * step + (step - 1) * 0.5, 0.0)
+
+
+@triton.jit
 def load_codes(codes, low_codes, high, low, many, count, c):
     """Codes of a page, in units of the INT4 tier's scale: parts [64, tile], zero past ``count``.
 
@@ -205,7 +212,7 @@ def load_codes(codes, low_codes, high, low, many, count, c):
             tile = load_field(codes, high, steps, steps < many, f, c.bits, c.levels, c)
         if c.low:
             few = load_field(low_codes, low, steps - many, is_low, f, c.low_bits, c.low_levels, c)
-            few = few * (c.levels // c.low_levels)
+            few = middles(few, is_low, c.levels, c.low_levels)
             if c.high:
                 tile = tile + few  # one of them is zero
             else:

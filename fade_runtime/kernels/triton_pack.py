@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fade_runtime import quant
-from fade_runtime.kernels.triton_codes import CHUNK, EXACT, PAGE, launch, padded, plain_codes, signs
+from fade_runtime.kernels.triton_codes import CHUNK, EXACT, PAGE, launch, middles, padded, plain_codes, signs
 from fade_runtime.packed import Bits, PackedTokens
 
 Quantised = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -156,7 +156,7 @@ def unpack_kernel(
         if has_low:
             is_low = (steps >= many) & (steps < count)
             few = plain_codes(low_codes, low, steps - many, is_low, channel, dim, low_bits, low_levels)
-            some += few * (levels // low_levels)
+            some += middles(few, is_low, levels, low_levels)
         if by_page:
             where = (page.to(tl.int64) * dim + channel)[None, :]
         else:

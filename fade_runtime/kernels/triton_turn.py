@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fade_runtime.kernels.triton_codes import CHUNK, EXACT, PAGE, plain_codes, signs
+from fade_runtime.kernels.triton_codes import CHUNK, EXACT, PAGE, middles, plain_codes, signs
 
 
 class Turn(NamedTuple):
@@ -44,7 +44,7 @@ def page_keys(stored, page, high, low, many, count, keys, turn):
             few = plain_codes(
                 stored.low_key_codes, low, steps - many, is_low, channel, keys.dim, keys.low_bits, low_levels
             )
-            some += few * (levels // low_levels)
+            some += middles(few, is_low, levels, low_levels)
         scale = tl.load(stored.key_scale + page * keys.dim + channel, mask=channel < keys.dim, other=0.0)
         zero = tl.load(stored.key_zero + page * keys.dim + channel, mask=channel < keys.dim, other=0.0)
         some = some * scale.to(tl.float32)[None, :] + zero.to(tl.float32)[None, :]
