@@ -189,7 +189,11 @@ def under_older_names(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, An
 
 @contextmanager
 def hooked(model: Any, press: Any) -> Iterator[None]:
-    """Hook a press into each attention module, as its own context manager does, under the names of any transformers."""
+    """Hook a press into each attention module, as its own context manager does, under the names of any transformers.
+
+    Raises:
+        FadeError: the press masks what it drops: that frees no memory, and the mask is the model's, not the cache's.
+    """
 
     def hook(module: nn.Module, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
         return press.forward_hook(module, given, under_older_names(module, kwargs), output)
@@ -201,9 +205,23 @@ def hooked(model: Any, press: Any) -> Iterator[None]:
             layer.self_attn.rotary_emb = model.model.rotary_emb
             hooks.append(layer.self_attn.register_forward_hook(hook, with_kwargs=True))
         yield
+        refuse_masks(model, press)
     finally:
         for each in hooks:
             each.remove()
+
+
+def refuse_masks(model: Any, press: Any) -> None:
+    """Take back the masks that a press has left on a model's attention modules, and refuse it."""
+    modules = [layer.self_attn for layer in model.model.layers]
+    masked = [module for module in modules if getattr(module, "masked_key_indices", None) is not None]
+    for module in masked:
+        module.masked_key_indices = None
+    if masked:
+        raise FadeError(
+            f"{type(press).__name__} masks what it drops and frees nothing, so its cache has the size of the full one; "
+            "leave it out, or let kvpress evaluate it"
+        )
 
 
 @dataclass(frozen=True)

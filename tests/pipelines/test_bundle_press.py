@@ -15,7 +15,7 @@ from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
 from pipelines import bundle_press
 from pipelines.bundle_press import BundlePress
-from pipelines.peers import MissingPeer, hooked
+from pipelines.peers import MissingPeer, under_older_names
 from predictor.budgets import HeadBudgets
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
@@ -157,9 +157,11 @@ def test_kvpress_runs_it_as_its_own(tiny_model_dir: Path, bundles: dict[str, Pat
 def test_other_presses_take_its_scores(model: Any, tiny_tokenizer: Any, tokens: Tensor) -> None:
     from kvpress import AdaKVPress
 
-    press = AdaKVPress(BundlePress(made_for(model, tiny_tokenizer, budgets=True), 0.7))
-    with torch.inference_mode(), hooked(model, press):
-        model(tokens, **forward_kwargs(DynamicCache(config=model.config), model))
+    class Ada(AdaKVPress):  # on any transformers
+        def forward_hook(self, module: Any, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            return super().forward_hook(module, given, under_older_names(module, kwargs), output)
+
+    pressed(model, Ada(BundlePress(made_for(model, tiny_tokenizer, budgets=True), 0.7)), tokens)
     found = dropped(model)
     assert len(found) == 2 * 2 * int(0.7 * LENGTH)
     assert {slot for *_, slot in found} <= set(range(4, LENGTH - 64))  # sinks and window have the highest

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
 from pipelines.measure import FULL, Method, compare, read_prompt, start
-from pipelines.peers import MissingPeer, Peer, PeerError, make_peer, reachable, resident_bytes
+from pipelines.peers import Kvpress, MissingPeer, Peer, PeerError, make_peer, reachable, resident_bytes
 from predictor.errors import FadeError
 
 CONTEXT, STEPS = 301, 33  # hqq packs an even number of groups; there are two heads
@@ -169,6 +169,25 @@ def test_real_peers_run_and_lose_something(name: str, tiny_model: Callable[..., 
     assert measured.full_bytes == safe.full_bytes
     if peer != "fade-kv":  # which keeps codes and what they stand for
         assert measured.resident_bytes < measured.full_bytes
+
+
+def test_a_press_that_only_masks_is_refused_and_leaves_no_mask(
+    tiny_model: Callable[..., Any], tokens: Tensor
+) -> None:
+    kvpress = pytest.importorskip("kvpress")
+    model = tiny_model()
+
+    @dataclass(frozen=True)
+    class Ada(Kvpress):
+        def made(self) -> Any:
+            return kvpress.AdaKVPress(kvpress.SnapKVPress(0.5))
+
+    with pytest.raises(PeerError, match="AdaKVPress masks what it drops and frees nothing"):
+        compare(model, [Method(FULL, None), Method("ada", Ada())], tokens, STEPS)
+    (run,) = start([Method("ada", Ada())], model, model)
+    with pytest.raises(PeerError, match="AdaKVPress masks"):
+        run.feed(tokens)
+    assert all(layer.self_attn.masked_key_indices is None for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("name", REAL)
