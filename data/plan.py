@@ -13,7 +13,7 @@ from data.chat import chat_frame, chat_renderer
 from data.continuation import KINDS
 from data.lm import encode
 from data.text import Document, corpus_hash, load_documents
-from data.trace import SCHEMA_VERSION
+from data.trace import HIDDEN_VERSION, SCHEMA_VERSION
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 
@@ -41,6 +41,8 @@ class CollectSettings:
         window: last queries of the prompt whose attention is kept.
         block: consecutive tokens pooled together in attention maps.
         h2o: also record the attention each token received from the whole prompt (a baseline; a fifth more time).
+        record_hidden: also record each token's key before its rotation, and its value, for networks that read them
+            (4 bytes a channel for each token and kv head: several times the disk).
         documents_per_shard: documents in one Parquet file; what an interruption can cost.
         dtype: of the model: float32, bfloat16 or float16.
         accelerator: Lightning's name of the device: auto, cpu, cuda.
@@ -65,6 +67,7 @@ class CollectSettings:
     window: int = 64
     block: int = 16
     h2o: bool = True
+    record_hidden: bool = False
     documents_per_shard: int = 2
     dtype: str = "float32"
     accelerator: str = "auto"
@@ -98,7 +101,9 @@ class CollectSettings:
     @property
     def spec(self) -> FeatureSpec:
         """The features that are recorded."""
-        return FeatureSpec(window=self.window, block=self.block, horizon=self.future)
+        return FeatureSpec(
+            window=self.window, block=self.block, horizon=self.future, hidden=self.record_hidden
+        )
 
     def content(self) -> dict[str, Any]:
         """The settings that decide what the shards hold."""
@@ -184,7 +189,7 @@ def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, An
         )
         shard["documents"].append(task.document.id)
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": HIDDEN_VERSION if settings.record_hidden else SCHEMA_VERSION,
         "complete": False,
         "settings": settings.content(),
         "spec": settings.spec.to_dict(),

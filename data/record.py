@@ -56,7 +56,8 @@ class AttentionRecorder:
         slots, steps = self.prompt, query.shape[1] - self.prompt
         # the prompt's features are computed from the prompt alone: nothing after it can leak in
         past = query[:, :slots], key[:, :slots], value[:, :slots]
-        seen = prefill_features(*past, scaling=scaling, table=self.table(layer), spec=self.spec)
+        table = self.table(layer)
+        seen = prefill_features(*past, scaling=scaling, table=table, spec=self.spec, layer=layer)
         future = attention_rows(query[:, slots:], key, scaling, first=slots)  # [H, T, S + T]
         mean, peak = pool_blocks(future, self.spec.block)
         columns = {
@@ -68,6 +69,8 @@ class AttentionRecorder:
             "target_sum": _log(future[..., :slots].mean(1)),
             "target_max": _log(future[..., :slots].amax(1)),
         }
+        if seen.hidden is not None:
+            columns |= {"key": seen.hidden.key, "value": seen.hidden.value}
         if self.h2o:
             visible = torch.arange(slots, 0, -1, device=key.device)
             columns["h2o"] = _log(h2o_mass(past[0], past[1], scaling) / visible)

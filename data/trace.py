@@ -32,9 +32,11 @@ from predictor.features import FeatureSpec
 from predictor.files import sha256_file, write_aside
 
 SCHEMA_VERSION = 1
+HIDDEN_VERSION = 2  # with keys and values
 MANIFEST = "manifest.json"
 
-# S prompt tokens, F features, W history steps, T future steps, N = ceil(S / block), M = ceil((S + T) / block)
+# S prompt tokens, F features, W history steps, T future steps, D channels
+# N = ceil(S / block) blocks of the prompt, M = ceil((S + T) / block) of prompt and future
 ARRAYS: dict[str, tuple[str, ...]] = {
     "tokens": ("S", "F"),  # predictor.features.FEATURES
     "h2o": ("S",),  # log of the attention received from the prompt, divided by the queries that could see it
@@ -44,7 +46,10 @@ ARRAYS: dict[str, tuple[str, ...]] = {
     "future_max": ("T", "M"),
     "target_sum": ("S",),  # log of the attention received from the T future queries, divided by T
     "target_max": ("S",),  # log of the largest attention received from one of them
+    "key": ("S", "D"),  # before its rotation; this and the next only from HIDDEN_VERSION on
+    "value": ("S", "D"),
 }
+HIDDEN = ("key", "value")
 SCALARS: dict[str, pa.DataType] = {
     "doc": pa.string(),
     "split": pa.string(),
@@ -54,7 +59,6 @@ SCALARS: dict[str, pa.DataType] = {
     "length": pa.int32(),  # S
     "steps": pa.int16(),  # T
 }
-SCHEMA = pa.schema([*SCALARS.items(), *((name, pa.binary()) for name in ARRAYS)])  # arrays are float16 bytes
 
 Row = dict[str, Any]  # scalars as they are, arrays as numpy float16
 
@@ -62,16 +66,18 @@ Row = dict[str, Any]  # scalars as they are, arrays as numpy float16
 def write_shard(path: str | Path, rows: Sequence[Row], mark: Mapping[str, Any] | None = None) -> None:
     """Write rows to one Parquet file, aside first and then renamed; arrays are cast to float16.
 
-    Columns that a row lacks (``h2o`` when it was not recorded) are stored as null.
+    Arrays become float16 bytes. ``h2o`` is null where it was not recorded; keys and values are no columns then.
 
     Args:
         path: of the file. rows: of a few documents.
         mark: from :func:`data.checks.mark_of`; goes into the file's metadata.
     """
     columns = {name: [row[name] for row in rows] for name in SCALARS}
-    for name in ARRAYS:
+    arrays = [name for name in ARRAYS if name not in HIDDEN or any(name in row for row in rows)]
+    for name in arrays:
         columns[name] = [np.asarray(row[name], np.float16).tobytes() if name in row else None for row in rows]
-    table = pa.table(columns, schema=SCHEMA.with_metadata({MARK: json.dumps(mark)} if mark else None))
+    schema = pa.schema([*SCALARS.items(), *((name, pa.binary()) for name in arrays)])
+    table = pa.table(columns, schema=schema.with_metadata({MARK: json.dumps(mark)} if mark else None))
     with write_aside(path) as aside:
         pq.write_table(table, aside, compression="zstd", use_dictionary=["doc", "split", "source"])
 
@@ -85,6 +91,8 @@ def read_shard(path: str | Path, spec: FeatureSpec, columns: Iterable[str] | Non
     arrays = [name for name in ARRAYS if columns is None or name in set(columns)]
     try:
         with pq.ParquetFile(path, memory_map=False) as file:
+            present = set(file.schema_arrow.names)
+            arrays = [name for name in arrays if name not in HIDDEN or name in present]
             table = file.read(columns=[*SCALARS, *arrays])
     except FileNotFoundError as error:
         raise FadeError(f"shard {path} is missing; run {AGAIN}") from error
@@ -105,6 +113,7 @@ def _decode(row: Row, arrays: list[str], spec: FeatureSpec, path: str | Path) ->
         "T": steps,
         "N": math.ceil(slots / spec.block),
         "M": math.ceil((slots + steps) / spec.block),
+        "D": -1,
     }
     for name in arrays:
         raw = row.pop(name)
@@ -144,10 +153,10 @@ def read_manifest(folder: Folder | str | Path) -> dict[str, Any] | None:
         raise FadeError(
             f"manifest {folder}/{MANIFEST} is damaged; delete the folder and run {AGAIN}"
         ) from error
-    if version != SCHEMA_VERSION:
+    if version not in (SCHEMA_VERSION, HIDDEN_VERSION):
         raise FadeError(
-            f"manifest {folder}/{MANIFEST} has schema version {version}, this release reads {SCHEMA_VERSION}; "
-            "collect the traces again into another folder"
+            f"manifest {folder}/{MANIFEST} has schema version {version}, this release reads {SCHEMA_VERSION} and "
+            f"{HIDDEN_VERSION}; collect the traces again into another folder"
         )
     return manifest
 

@@ -274,7 +274,8 @@ class TieredLayer(CacheLayerMixin):
         if self.tokens.full.state is None:
             return None
         key = self.positions.full_key(self.tokens)[:, :, :upto]
-        return begin(self.policy, self.tokens, key, query, scaling, self._table, self.text, plain=plain, mask=mask)
+        given = self.policy, self.tokens, key, query, scaling, self._table, self.text
+        return begin(*given, layer=self.index, plain=plain, mask=mask)
 
     def _table(self, count: int) -> rope.Table | None:
         """Rotary table of the first positions, for a policy."""

@@ -32,6 +32,7 @@ class Prompt:
     Attributes:
         query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
         table: gives the rotary table of slots 0 .. n - 1, or None without rotation.
+        layer: index in the model.
     """
 
     query: Tensor
@@ -39,6 +40,7 @@ class Prompt:
     value: Tensor
     scaling: float
     table: Callable[[int], rope.Table | None]
+    layer: int
 
 
 class Policy:
@@ -145,9 +147,8 @@ class Learned(Ema):
         """The forecast as a share of attention, the unit of what decoding adds."""
         spec = self.predictor.spec
         table = prompt.table(prompt.key.shape[1] + spec.horizon)
-        seen = prefill_features(
-            prompt.query, prompt.key, prompt.value, scaling=prompt.scaling, table=table, spec=spec
-        )
+        given = prompt.query, prompt.key, prompt.value
+        seen = prefill_features(*given, scaling=prompt.scaling, table=table, spec=spec, layer=prompt.layer)
         return self.predictor.forecast(seen)
 
 

@@ -28,6 +28,7 @@ def begin(
     table: Callable[[int], rope.Table | None],
     text: SeenText | None = None,
     *,
+    layer: int,
     plain: bool,
     mask: Tensor | None,
 ) -> Tensor | None:
@@ -35,7 +36,7 @@ def begin(
 
     Args:
         policy: says which. store: takes them. scaling: factor on the scores. table: rotary table of the first slots.
-        text: what is known of the words, for a policy that reads them, and for an assistant.
+        text: what is known of the words, for a policy that reads them, and for an assistant. layer: its index.
         plain: whether attention may come with them: no softcap. mask: of the prompt.
 
     Returns:
@@ -56,7 +57,7 @@ def begin(
         if out is not None:
             out[row, :, pad:], state = attention_and_mass(*given, scaling)
         else:
-            state = policy.start(Prompt(*given, scaling, table))
+            state = policy.start(Prompt(*given, scaling, table, layer))
         if state is not None:
             state = _helped(policy, text, state, row, pad)
             full.state[row, :, pad:upto] = state

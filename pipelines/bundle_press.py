@@ -112,9 +112,8 @@ class BundlePress(ScorerPress):
         length = keys.shape[2]
         queries = rotate(get_prerope_query_states(module, hidden_states), table(length))
         slots = torch.arange(length, device=keys.device)
-        states = [
-            self.policy.start(Prompt(*row, float(module.scaling), table)) for row in zip(queries, keys, values)
-        ]
+        scaling, layer = float(module.scaling), module.layer_idx
+        states = [self.policy.start(Prompt(*row, scaling, table, layer)) for row in zip(queries, keys, values)]
         scores = torch.stack([self.policy.score(state, slots, length, length) for state in states])
         scores[..., : self.config.n_sink] = torch.finfo(scores.dtype).max
         scores[..., length - self.config.recent_window :] = torch.finfo(scores.dtype).max

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.trace import Row, Traces
+from data.trace import HIDDEN, Row, Traces
 from predictor import scores
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.features import PrefillFeatures, block_sizes
+from predictor.scoreboard import hidden_of
 
 EVERY = 16  # steps between two forecasts of a network that reads attention history
 
@@ -54,11 +55,11 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
     sizes = block_sizes(slots, block).float()  # [N]
     history = torch.tensor(row["history_mean"], dtype=torch.float32) * sizes  # [W, N]
     future = torch.tensor(row["future_mean"], dtype=torch.float32)[:, : len(sizes)] * sizes  # [T, N]
+    names = [name for name in ("tokens", "history_mean", "history_max", *HIDDEN) if name in row]
+    given = {name: torch.tensor(row[name], dtype=torch.float32)[None] for name in names}
+    given |= {"layer": torch.tensor([layer]), "head": torch.tensor([head])}
     features = PrefillFeatures(
-        *(
-            torch.tensor(row[name], dtype=torch.float32)[None]
-            for name in ("tokens", "history_mean", "history_max")
-        )
+        given["tokens"], given["history_mean"], given["history_max"], hidden_of(given)
     )
     once = {"ema": _shares(scores.ema(history, traces.spec.ema_decay).clamp(min=1e-9).log())}
     by, forecast = "ema", once["ema"].expand(len(future), -1)

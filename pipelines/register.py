@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ def register(
     candidates = [trained]
     if trained.promoted:
         untrained = {**predictor.manifest, "epoch": 0}
-        closed_form = Predictor(TokenMLP(), predictor.spec, predictor.provenance, manifest=untrained)
+        spec = replace(predictor.spec, hidden=False)
+        closed_form = Predictor(TokenMLP(), spec, predictor.provenance, manifest=untrained)
         closed_form.budgets = head_budgets(closed_form.net, traces)
         texts = HeldOutTexts(model, held_out, held_out_documents, context, steps)
         trained.certificate = texts.certificate(predictor, closed_form, budget, not_from=sources(collection))

@@ -8,7 +8,7 @@ import io
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class KeepBest(SaveConfigCallback):
         save_bundle(
             folder / BEST,
             candidate.net,
-            spec=traces.spec,
+            spec=replace(traces.spec, hidden=candidate.net.reads_hidden),
             provenance=traces.provenance,
             metrics=candidate.metrics,
             manifest={**trace_facts(traces), "epoch": candidate.epoch},

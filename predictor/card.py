@@ -14,6 +14,7 @@ RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>
 
 PREDICTS = {
     "mlp": "A small perceptron scores each cached token by what the prompt's attention shows of it",
+    "hidden": "A small perceptron scores each cached token by its key, its value and what attention shows of it",
     "cnn": "A small convolutional network forecasts blocks of tokens from the last queries' attention",
     "cnn_published": "AttentionPredictor's network, as published, forecasts blocks of tokens from recent attention",
     "ema_bank": "A small convolutional network forecasts blocks of tokens from moving averages of their attention",

@@ -35,6 +35,7 @@ class FeatureSpec:
         horizon: future steps that Expected Attention averages over.
         names: token features, in order.
         version: of the definitions in this file.
+        hidden: whether keys before their rotation, and values, are given too.
     """
 
     window: int = 64
@@ -43,10 +44,12 @@ class FeatureSpec:
     horizon: int = 128
     names: tuple[str, ...] = FEATURES
     version: int = 1
+    hidden: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able dictionary."""
-        return {**asdict(self), "names": list(self.names)}
+        """Return a JSON-able dictionary; ``hidden`` is named only when true, so that older releases read the rest."""
+        stored = {**asdict(self), "names": list(self.names)}
+        return stored if self.hidden else {name: value for name, value in stored.items() if name != "hidden"}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> FeatureSpec:
@@ -67,6 +70,21 @@ class FeatureSpec:
 
 
 @dataclass
+class Hidden:
+    """The vectors themselves, and whose they are: each kv head speaks a language of its own.
+
+    Attributes:
+        key: [H, S, D] float32, before the rotation. value: [H, S, D] float32.
+        layer, head: [H] int64.
+    """
+
+    key: Tensor
+    value: Tensor
+    layer: Tensor
+    head: Tensor
+
+
+@dataclass
 class PrefillFeatures:
     """What one layer's prefill shows of one sequence.
 
@@ -74,11 +92,13 @@ class PrefillFeatures:
         tokens: [H, S, F] float32 token features, in the order of ``FeatureSpec.names``.
         history_mean: [H, W, N] float32 attention rows of the last W queries, mean over each block's tokens.
         history_max: [H, W, N] float32, maximum over each block's tokens.
+        hidden: keys and values, if the spec asks for them.
     """
 
     tokens: Tensor
     history_mean: Tensor
     history_max: Tensor
+    hidden: Hidden | None = None
 
 
 def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Tensor:
@@ -259,6 +279,7 @@ def prefill_features(
     scaling: float,
     table: rope.Table | None,
     spec: FeatureSpec,
+    layer: int = 0,
 ) -> PrefillFeatures:
     """Compute what a predictor sees at the end of a prompt.
 
@@ -266,6 +287,7 @@ def prefill_features(
         query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
         table: rotary table of slots 0 .. S + horizon - 1 (``rope.Rotary.table``), or None without rotation.
         spec: window, block, decay and horizon. A prompt shorter than the window repeats its first row.
+        layer: index in the model; only the vectors themselves carry it.
 
     Returns:
         Features of S tokens; nothing in them depends on anything after the prompt.
@@ -295,4 +317,13 @@ def prefill_features(
         "age": (age.log() - math.log(1024)).expand(key.shape[0], -1),
     }
     mean, peak = pool_blocks(rows, spec.block)
-    return PrefillFeatures(torch.stack([columns[name] for name in spec.names], dim=-1), mean, peak)
+    tokens = torch.stack([columns[name] for name in spec.names], dim=-1)
+    return PrefillFeatures(tokens, mean, peak, _hidden(key, value, table, layer) if spec.hidden else None)
+
+
+def _hidden(key: Tensor, value: Tensor, table: rope.Table | None, layer: int) -> Hidden:
+    """Keys [H, S, D] turned back, in float32, and values."""
+    heads, slots = key.shape[:2]
+    plain = key.float() if table is None else rope.unrotate(key.float(), table[:slots])
+    head = torch.arange(heads, device=key.device)
+    return Hidden(plain, value.float(), torch.full_like(head, layer), head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed
@@ -127,7 +127,7 @@ class PredictorModule(TraceModule):
         if self.every is not None:
             return LOSSES[self.loss](*self._decode_rows(batch, self.every))
         if self.net.level == "token":
-            logits = self.net(batch["tokens"], batch["mask"])
+            logits = cast("TokenMLP", self.net).logits(batch)
             return LOSSES[self.loss](logits, target_mass(batch, self.target), batch["eligible"])
         mass, mask = block_targets(batch, self.steps, self.target)
         return LOSSES[self.loss](self.net(block_mass(batch), batch["block_mask"]), mass, mask)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from predictor import scores
 from predictor.errors import FadeError
-from predictor.features import FEATURES, PrefillFeatures
+from predictor.features import FEATURES, Hidden, PrefillFeatures
 from predictor.scorenet import LEAST, LOG_EA, LOG_EMA, ScoreNet
 from predictor.temporal import BlockCNN, EmaBank, PublishedCNN
 
@@ -45,12 +45,8 @@ class TokenMLP(ScoreNet):
     def __init__(self, n_features: int = len(FEATURES), hidden: int = 64, depth: int = 2) -> None:
         super().__init__()
         self.n_features, self.hidden, self.depth = n_features, hidden, depth
-        widths = [2 * n_features] + [hidden] * depth
-        layers: list[nn.Module] = []
-        for inputs, outputs in pairwise(widths):
-            layers += [nn.Linear(inputs, outputs), nn.SiLU()]
-        self.body = nn.Sequential(*layers)
-        self.head = nn.Linear(widths[-1], 1)
+        self.body, width = perceptron(2 * n_features, hidden, depth)
+        self.head = nn.Linear(width, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.register_buffer("shift", torch.zeros(n_features))
@@ -73,20 +69,130 @@ class TokenMLP(ScoreNet):
         Returns:
             [R, S] log importance.
         """
-        real = torch.ones_like(tokens[..., :1]) if mask is None else mask.to(tokens)[..., None]
-        count = real.sum(-2, keepdim=True)
-        centred = tokens - (tokens * real).sum(-2, keepdim=True) / count
-        spread = ((centred * real).square().sum(-2, keepdim=True) / count).sqrt()
-        inputs = torch.cat(((tokens - self.shift) / self.scale, centred / (spread + LEAST)), dim=-1)
-        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + self.head(
-            self.body(inputs)
-        ).squeeze(-1)
+        given = self.head(self.body(self._inputs(tokens, mask))).squeeze(-1)
+        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + given
+
+    def _inputs(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Each feature as it is, and relative to its row, [R, S, 2F]."""
+        centred, spread = relative(tokens, mask)
+        return torch.cat(((tokens - self.shift) / self.scale, centred / (spread + LEAST)), dim=-1)
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Score a padded batch of traces, [R, S]."""
+        return self(batch["tokens"], batch["mask"])
 
     def score(self, features: PrefillFeatures) -> Tensor:
         return self(features.tokens)
 
 
-NETS: dict[str, type[ScoreNet]] = {net.kind: net for net in (TokenMLP, BlockCNN, PublishedCNN, EmaBank)}
+class HiddenMLP(TokenMLP):
+    """The same over what the token is as well: its key before the rotation, and its value.
+
+    Each kv head has a few directions of its own (``probe``) in the space of its keys and values; what a token measures
+    along them joins its features. Vectors enter relative to their row: less its mean, in units of its mean spread.
+
+    Args:
+        layers, kv_heads, dim: of the language model.
+        probes: directions of each kv head.
+        attention: with False it sees neither attention nor the closed form, only keys and values, as KVzap does.
+        n_features, hidden, depth: as in :class:`TokenMLP`.
+
+    Source: KVzap (arXiv 2601.07891), section 3, which reads the hidden states that keys and values are made of.
+
+    Example:
+        >>> net = HiddenMLP(layers=2, kv_heads=1, dim=8)
+        >>> tokens, vector, place = torch.randn(2, 5, len(FEATURES)), torch.randn(2, 5, 8), torch.tensor([0, 1])
+        >>> vectors = Hidden(vector, vector, layer=place, head=torch.zeros_like(place))
+        >>> torch.equal(net(tokens, vectors), tokens[..., 0] + tokens[..., 1])  # untrained, it is the closed form
+        True
+    """
+
+    kind = "hidden"
+    reads_hidden = True
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        dim: int,
+        probes: int = 4,
+        attention: bool = True,
+        n_features: int = len(FEATURES),
+        hidden: int = 64,
+        depth: int = 2,
+    ) -> None:
+        super().__init__(n_features, hidden, depth)
+        self.probe = nn.Parameter(torch.randn(layers, kv_heads, 2 * dim, probes) / (2 * dim) ** 0.5)
+        self.attention = attention
+        self.body, _ = perceptron(2 * n_features * attention + probes, hidden, depth)
+
+    def config(self) -> dict[str, Any]:
+        layers, kv_heads, channels, probes = self.probe.shape
+        own = {"layers": layers, "kv_heads": kv_heads, "dim": channels // 2, "probes": probes}
+        return {**own, "attention": self.attention, **super().config()}
+
+    def forward(self, tokens: Tensor, vectors: Hidden, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Score tokens.
+
+        Args:
+            tokens: [R, S, F] features. vectors: of the same rows.
+            mask: [R, S], False where a row is padded.
+
+        Returns:
+            [R, S] log importance.
+
+        Raises:
+            FadeError: vectors of another model than the arguments say.
+        """
+        self._refuse_other(vectors)
+        both = []
+        for vector in (vectors.key, vectors.value):
+            centred, spread = relative(vector, mask)
+            both.append(centred / (spread.mean(-1, keepdim=True) + LEAST))
+        inputs = torch.cat(both, dim=-1) @ self.probe[vectors.layer, vectors.head]  # [R, S, probes]
+        if not self.attention:
+            return self.head(self.body(inputs)).squeeze(-1)
+        given = self.head(self.body(torch.cat((self._inputs(tokens, mask), inputs), dim=-1))).squeeze(-1)
+        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + given
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        vectors = (batch[name] for name in ("key", "value", "layer", "head"))
+        return self(batch["tokens"], Hidden(*vectors), batch["mask"])
+
+    def score(self, features: PrefillFeatures) -> Tensor:
+        if features.hidden is None:
+            raise FadeError("this network reads keys and values; give it a feature spec with hidden=True")
+        return self(features.tokens, features.hidden)
+
+    def _refuse_other(self, vectors: Hidden) -> None:
+        found = int(vectors.layer.max()) + 1, int(vectors.head.max()) + 1, vectors.key.shape[-1]
+        layers, kv_heads, channels, _ = self.probe.shape
+        if found[0] > layers or found[1] > kv_heads or found[2] != channels // 2:
+            raise FadeError(
+                f"{type(self).__name__} is for {layers} layers of {kv_heads} kv heads of {channels // 2} channels, and "
+                f"meets {found[0]}, {found[1]} and {found[2]}; set layers, kv_heads and dim to those of the model"
+            )
+
+
+def perceptron(inputs: int, hidden: int, depth: int) -> tuple[nn.Sequential, int]:
+    """Hidden layers with their activations, and the width of what they give."""
+    layers: list[nn.Module] = []
+    for width, after in pairwise([inputs] + [hidden] * depth):
+        layers += [nn.Linear(width, after), nn.SiLU()]
+    return nn.Sequential(*layers), hidden if depth else inputs
+
+
+def relative(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Values [R, S, C] less the mean of their row's real tokens, and the spread [R, 1, C] of these."""
+    real = torch.ones_like(values[..., :1]) if mask is None else mask.to(values)[..., None]
+    count = real.sum(-2, keepdim=True)
+    centred = values - (values * real).sum(-2, keepdim=True) / count
+    return centred, ((centred * real).square().sum(-2, keepdim=True) / count).sqrt()
+
+
+NETS: dict[str, type[ScoreNet]] = {
+    net.kind: net for net in (TokenMLP, HiddenMLP, BlockCNN, PublishedCNN, EmaBank)
+}
 
 
 def build_net(kind: str, config: dict[str, Any]) -> ScoreNet:

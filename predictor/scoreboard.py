@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from predictor import scores
 from predictor.calibration import kl_divergence, masked_share
 from predictor.errors import FadeError
-from predictor.features import FEATURES, PrefillFeatures
+from predictor.features import FEATURES, Hidden, PrefillFeatures
 from predictor.metrics import (
     Calibration,
     Recovery,
@@ -69,11 +69,20 @@ def token_scores(net: ScoreNet, batch: Batch) -> Tensor:
             batch["tokens"][rows, :length],
             batch["history_mean"][rows, :, :blocks],
             batch["history_max"][rows, :, :blocks],
+            hidden_of(batch, rows, length),
         )
         out[rows, :length] = net.score(features).float()
     if not out.isfinite().all():
         raise FadeError(f"{type(net).__name__} gives scores that are not numbers; train it again")
     return out
+
+
+def hidden_of(batch: Batch, rows: Tensor | slice = slice(None), length: int | None = None) -> Hidden | None:
+    """Keys and values of some rows, up to a length; None where the traces have none."""
+    if "key" not in batch:
+        return None
+    vectors = (batch[name][rows, :length] for name in ("key", "value"))
+    return Hidden(*vectors, *(batch[name][rows] for name in ("layer", "head")))
 
 
 def target_mass(batch: Batch, kind: Target = "sum") -> Tensor:

@@ -28,10 +28,12 @@ class ScoreNet(nn.Module, ABC):
     Attributes:
         kind: name in bundles and in ``predictor.nets.NETS``.
         level: what ``forward`` ranks, tokens or blocks; it decides which columns of the traces it trains on.
+        reads_hidden: whether it needs keys and values.
     """
 
     kind: ClassVar[str]
     level: ClassVar[str]
+    reads_hidden: ClassVar[bool] = False
     shift: Tensor
     scale: Tensor
 
@@ -57,6 +59,11 @@ class ScoreNet(nn.Module, ABC):
             mine, theirs = getattr(self, name, None), getattr(spec, name)
             if mine is not None and mine != theirs:
                 raise FadeError(f"{type(self).__name__} has {name}={mine}, the traces have {name}={theirs}")
+        if self.reads_hidden and not spec.hidden:
+            raise FadeError(
+                f"{type(self).__name__} reads keys and values, which the traces lack; collect them with "
+                "record_hidden: true"
+            )
 
     def _standardise(self, values: Tensor) -> None:
         """Set the input ``shift`` and ``scale`` from samples [M, C]."""

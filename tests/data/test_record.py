@@ -36,6 +36,25 @@ def close(got: Any, expected: Any, relative: float = 2e-3, absolute: float = 1e-
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=relative, atol=absolute)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("prompt", [41, 97])
+def test_recorded_keys_are_those_before_the_rotation(
+    kind: str, prompt: int, tiny_model: Callable[..., Any]
+) -> None:
+    """Against what the projections of the model give out."""
+    model, tokens, given = tiny_model(kind), tokens_of(prompt + 5), {}
+    for layer, block in enumerate(model.model.layers):
+        for name in ("k_proj", "v_proj"):
+            keep = lambda module, args, out, place=(layer, name[0]): given.update({place: out[0, :prompt]})
+            getattr(block.self_attn, name).register_forward_hook(keep)
+    rows = record_forward(model, tokens, prompt, FeatureSpec(window=8, hidden=True))
+    for row in rows:
+        for name in ("key", "value"):
+            heads = given[row["layer"], name[0]].view(prompt, 2, 16)
+            close(row[name], heads[:, row["head"]], relative=2e-3, absolute=1e-3)
+    assert "key" not in record_forward(model, tokens, prompt, FeatureSpec(window=8))[0]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize(
     ("prompt", "steps", "window", "block"), [(37, 5, 8, 16), (111, 29, 17, 7), (64, 16, 63, 16)]

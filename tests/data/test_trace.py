@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.trace import ARRAYS, Row, Traces, read_shard, write_shard
+from data.trace import ARRAYS, HIDDEN, Row, Traces, read_shard, write_shard
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 
@@ -19,7 +20,7 @@ from predictor.features import FeatureSpec
 def random_rows(count: int, slots: int, steps: int, spec: FeatureSpec, seed: int) -> list[Row]:
     drawn = np.random.default_rng(seed)
     blocks, total = -(-slots // spec.block), -(-(slots + steps) // spec.block)
-    size = {"S": slots, "F": len(spec.names), "W": spec.window, "T": steps, "N": blocks, "M": total}
+    size = {"S": slots, "F": len(spec.names), "W": spec.window, "T": steps, "N": blocks, "M": total, "D": 6}
     return [
         {
             "doc": f"d{i}",
@@ -48,6 +49,8 @@ def test_round_trip(
     spec = FeatureSpec(window=window, block=block)
     rows = random_rows(3, slots, steps, spec, seed)
     del rows[1]["h2o"]
+    if seed % 2:  # a collection without keys and values, as it was written before there were any
+        rows = [{name: value for name, value in row.items() if name not in HIDDEN} for row in rows]
     path = tmp_path_factory.mktemp("shard") / "shard-00000.parquet"
     write_shard(path, rows)
     back = read_shard(path, spec)
@@ -55,6 +58,7 @@ def test_round_trip(
     for row, again in zip(rows, back):
         for name, value in row.items():
             np.testing.assert_array_equal(again[name], value)
+    assert set(pq.read_schema(path).names).isdisjoint(HIDDEN) == bool(seed % 2)
     assert set(read_shard(path, spec, ["tokens"])[0]) == {*(set(rows[0]) - set(ARRAYS)), "tokens"}
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ def sequence(
             "target_max": future[head, :, :length].amax(0),
             "h2o": mass[head].log(),
         }
+        | ({} if seen.hidden is None else {"key": seen.hidden.key[head], "value": seen.hidden.value[head]})
         for head in range(heads)
     ]
 
@@ -73,6 +75,8 @@ def collate(rows: list[dict[str, Tensor]], spec: FeatureSpec) -> dict[str, Tenso
         "head": torch.arange(count) % 2,
         "doc": torch.zeros(count, dtype=torch.long),
     }
+    for name in rows[0].keys() - batch.keys():
+        batch[name] = torch.zeros(count, slots, rows[0][name].shape[-1])
     for i, row in enumerate(rows):
         for name, value in row.items():
             batch[name][(i, *map(slice, value.shape))] = value
@@ -92,8 +96,9 @@ def spec() -> FeatureSpec:
 def make_batch(spec: FeatureSpec) -> Callable[..., dict[str, Tensor]]:
     """``make_batch([111, 163], seed=1)``: two rows (kv heads) for each length."""
 
-    def make(lengths: list[int], seed: int = 0, steps: int = 12) -> dict[str, Tensor]:
-        rows = [row for i, n in enumerate(lengths) for row in sequence(n, steps, spec, seed * 1000 + i)]
+    def make(lengths: list[int], seed: int = 0, steps: int = 12, hidden: bool = False) -> dict[str, Tensor]:
+        asked = replace(spec, hidden=hidden)
+        rows = [row for i, n in enumerate(lengths) for row in sequence(n, steps, asked, seed * 1000 + i)]
         return collate(rows, spec)
 
     return make

@@ -11,6 +11,8 @@ from predictor.features import FEATURES, FeatureSpec, PrefillFeatures
 from predictor.nets import NETS, BlockCNN, TokenMLP, build_net
 from predictor.scoreboard import HEURISTICS, token_scores
 
+MADE = {"layers": 2, "kv_heads": 2, "dim": 16}  # the language model behind make_batch
+
 
 def randomised(net, seed=0):
     """The same network with no zero layer left, as after training."""
@@ -72,8 +74,9 @@ def test_cnn_sees_history_the_average_does_not():
 
 @pytest.mark.parametrize("kind", sorted(NETS))
 def test_padding_never_changes_a_score(make_batch, kind):
-    net = randomised(NETS[kind](**({"window": 8} if kind.startswith("cnn") else {})))
-    alone, mixed = make_batch([111]), make_batch([111, 163])
+    options = {"hidden": MADE, "cnn": {"window": 8}, "cnn_published": {"window": 8}}
+    net = randomised(NETS[kind](**options.get(kind, {})))
+    alone, mixed = (make_batch(lengths, hidden=net.reads_hidden) for lengths in ([111], [111, 163]))
     ours, theirs = token_scores(net, alone), token_scores(net, mixed)
     torch.testing.assert_close(theirs[:2, :111], ours, atol=1e-5, rtol=1e-5)
     assert theirs[:2, 111:].abs().max() == 0
@@ -91,6 +94,7 @@ def test_cnn_forward_on_padded_rows_equals_forward_alone(make_batch):
 def test_config_rebuilds_the_network(make_batch, kind):
     options = {
         "mlp": {"hidden": 12, "depth": 1},
+        "hidden": {**MADE, "probes": 3, "hidden": 12, "depth": 1},
         "cnn": {"window": 8, "channels": (3, 5)},
         "cnn_published": {"window": 8, "channels": (3, 5)},
         "ema_bank": {"decays": (0.0, 0.9), "base": 0.9, "hidden": 7},
@@ -98,7 +102,7 @@ def test_config_rebuilds_the_network(make_batch, kind):
     net = randomised(NETS[kind](**options[kind]))
     again = build_net(kind, net.config())
     again.load_state_dict(net.state_dict())
-    batch = make_batch([111])
+    batch = make_batch([111], hidden=net.reads_hidden)
     assert torch.equal(token_scores(again, batch), token_scores(net, batch))
 
 
@@ -110,7 +114,7 @@ def test_scores_that_are_not_numbers_are_refused(make_batch):
 
 
 def test_unknown_kind_and_argument_are_named():
-    with pytest.raises(FadeError, match="'gnn'.*cnn, cnn_published, ema_bank, mlp"):
+    with pytest.raises(FadeError, match="'gnn'.*cnn, cnn_published, ema_bank, hidden, mlp"):
         build_net("gnn", {})
     with pytest.raises(FadeError, match="width"):
         build_net("mlp", {"width": 3})
