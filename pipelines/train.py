@@ -51,6 +51,8 @@ class KeepBest(SaveConfigCallback):
     The config goes to the tracking run at the start; the files are written beside each checkpoint that is saved.
     """
 
+    untrained: Candidate | None = None
+
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log the resolved config as an artefact of the run."""
         self._log_text(trainer, CONFIG, self._resolved())
@@ -64,7 +66,7 @@ class KeepBest(SaveConfigCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the untrained network, which is the closed form, as the first candidate: no epoch below it is kept."""
-        self.untrained: Candidate | None = None
+        self.untrained = None
         best, data = trainer.checkpoint_callback, trainer.datamodule  # type: ignore[attr-defined]
         if trainer.global_step or not isinstance(best, ModelCheckpoint) or best.dirpath is None:
             return
@@ -105,7 +107,7 @@ class KeepBest(SaveConfigCallback):
         """Keep the untrained network if no epoch beat it; log the tables and the picture of what was kept."""
         if self.untrained is not None:
             self._keep(trainer, self.untrained)
-        if isinstance(pl_module, HeadBudgetModule):  # with the rows since the last validation
+        if isinstance(pl_module, HeadBudgetModule) and pl_module.budgets is not None:  # rows since the last validation
             self._keep(trainer, _candidate(trainer, pl_module))
         for kept in (Path(self.config["output"]) / name for name in (LAYERS, HEADS, PICTURE)):
             if trainer.is_global_zero and kept.is_file() and isinstance(trainer.logger, MLFlowLogger):
@@ -176,14 +178,16 @@ class FitCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say what was reached and where it lies."""
-        best = self.trainer.checkpoint_callback
-        if not isinstance(best, ModelCheckpoint) or not best.best_model_path or not self.trainer.is_global_zero:
-            return
+        best, module = self.trainer.checkpoint_callback, self.model
         folder = Path(self._get(self.config_init, "output"))
-        if best.best_model_score is not None:
+        if not isinstance(best, ModelCheckpoint) or not self.trainer.is_global_zero:
+            return
+        if isinstance(module, HeadBudgetModule) and module.budgets is not None:
+            print(f"{format_lost(load_bundle(folder / BEST).metrics)}\nkept in {folder}")
+        elif best.best_model_score is not None:
             print(f"{best.monitor} {best.best_model_score:.4f} at the best epoch, kept in {folder}")
         else:
-            print(f"{format_lost(load_bundle(folder / BEST).metrics)}\nkept in {folder}")
+            return
         print(f"next: python -m pipelines.register --checkpoint {folder} --name NAME")
 
 

@@ -109,6 +109,17 @@ def test_a_checkpoint_can_be_validated(fitted, store):  # noqa: F811
     assert found == pytest.approx(load_bundle(fitted / "best").metrics["max/lost_at_0.25"], abs=1e-6)
 
 
+def test_a_finished_fit_has_nothing_to_go_on_with(fitted, traces, tmp_path, capsys):  # noqa: F811
+    options = ("--trainer.logger", "false", "--ckpt_path", str(fitted / "best.ckpt"))
+    assert fit(traces, tmp_path / "done", *options) == 0
+    assert "kept in" not in capsys.readouterr().out
+    assert not (tmp_path / "done").exists()
+    assert fit(traces, tmp_path / "more", *options, "--trainer.max_epochs", "2") == 0
+    assert "kept in" in capsys.readouterr().out
+    first, second = (load_bundle(folder / "best").budgets.lost for folder in (fitted, tmp_path / "more"))
+    torch.testing.assert_close(first, second)  # every row counts twice now
+
+
 def test_budgets_by_head_lose_less_than_the_same_for_all(make_batch):
     """One head looks everywhere, the other at one token: what the second does not need, the first gets."""
     batch = make_batch([400])
