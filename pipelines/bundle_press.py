@@ -35,8 +35,8 @@ class BundlePress(ScorerPress):
     """Keep sinks and recent window, and of the others what the bundle's scorer and head budgets say; nothing is packed.
 
     Kv heads keep different numbers of tokens, their mean in the model is what ``compression_ratio`` leaves. As in
-    kvpress's AdaKV, what a head drops is masked while decoding (``masked_key_indices``), so no memory is freed; where
-    all heads of a layer keep the same number, tokens really go.
+    kvpress's AdaKV, what a head drops is masked while decoding (``masked_key_indices``), so no memory is freed; without
+    head budgets all keep the same number, and tokens really go.
 
     Args:
         predictor: `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a name that comes with the package, a hub
@@ -146,8 +146,7 @@ class BundlePress(ScorerPress):
         plan = plan_tiers(scores.flatten(), rows, budgets)
         kept = torch.ones(batch, heads, length, dtype=torch.bool, device=keys.device)
         kept[..., first:last] = (plan.tiers != Tier.EVICTED).view(batch, heads, -1)
-        counts = kept.sum(-1)
-        if bool((counts == counts[0, 0]).all()):
+        if self.policy.budgets is None:  # in every layer, or layers would differ in length from one mask
             return keys[kept].view(batch, heads, -1, dim), values[kept].view(batch, heads, -1, dim)
         module.masked_key_indices = torch.nonzero(~kept, as_tuple=True)
         return keys, values
