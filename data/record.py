@@ -138,6 +138,7 @@ def recorded_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     fade_recorder: AttentionRecorder | None = None,
     **kwargs: Any,
@@ -148,7 +149,7 @@ def recorded_attention(
         _refuse_unknown(layer, query, value, attention_mask, kwargs)
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
         fade_recorder.observe(layer, query[0], key[0], value[0], factor)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 def _refuse_unknown(

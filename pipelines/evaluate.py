@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
+from pipelines.held_out import choose_texts
 from pipelines.methods import METHODS, Skipped, check_methods, possible, with_those_able
+from pipelines.sizing import Sized, equally_sized, spread, to_fit
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from data.text import Document
+    from fade_runtime.telemetry import ListExporter
+    from pipelines.held_out import HeldOut
     from pipelines.measure import Measured, Method
 
 
@@ -27,6 +28,7 @@ def evaluate(
     budget: float = 0.25,
     traces: str | None = "artefacts/traces/demo",
     text: list[str] | dict[str, list[str]] | None = None,
+    ratios: list[float] = [],  # noqa: B006
     documents: int = 3,
     context: int = 1024,
     steps: int = 64,
@@ -49,13 +51,19 @@ def evaluate(
         configs: name -> options of FadeConfig, `{k4v2: {int4_budget: 0, low_budget: null}}`; the option
             `predictor` may name one of predictors, `preset` names safe, balanced or aggressive to start from; or
             `peer`: quanto, hqq, kvpress or fade-kv, and its options, `{snapkv: {peer: kvpress, press: SnapKVPress,
-            compression_ratio: 0.8}}`.
+            compression_ratio: 0.8}}`. One option may have the value "fit": the configuration is then measured at each
+            of ratios, that option set for it. `oracle: true` gives a configuration scores that no cache can have: the
+            attention that tokens are going to receive.
         predictors: name in the table -> `models:/NAME@alias`, `models:/NAME/3`, bundle directory or hub id.
         budget: share of the context that evicting methods keep per kv head.
         traces: collection whose validation documents are read, and whose attention is drawn.
         text: files or folders to read instead of the traces' validation documents; or, by name of the source,
             text files, code, folders, FILE.jsonl (chats too) or FILE.jsonl:FIELD+FIELD, as in
-            `{prose: [books], maths: ["gsm8k.jsonl:question+answer"], chat: [dialogues.jsonl]}`.
+            `{prose: [books], maths: ["gsm8k.jsonl:question+answer"], chat: [dialogues.jsonl]}`; also generated:lines,
+            generated:key-value and generated:needles, records of which parts come again at the end.
+        ratios: sizes for configurations with an option to fit, as many times smaller than the full cache, in bytes
+            measured on the first text. Other projects' caches get no fewer bytes than that, ours no more, and no more
+            than another cache of about that size.
         documents: number of documents; of each source where text names sources.
         context: tokens of each document before decoding starts.
         steps: tokens decoded after it, teacher-forced.
@@ -65,7 +73,9 @@ def evaluate(
         out: folder to write; one that is there is replaced at the end.
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
     """
-    check_methods(methods, configs or {}, predictors or {}, budget)
+    configs, predictors = configs or {}, predictors or {}
+    check_methods(methods, configs, predictors, budget)
+    wanted = to_fit(configs, ratios)
     for option, value, least in (("documents", documents, 1), ("context", context, 1), ("steps", steps, 2)):
         if value < least:
             raise FadeError(f"{option} {value} is too small; use at least {least}")
@@ -77,24 +87,32 @@ def evaluate(
     from data.lm import load_lm
     from data.trace import Traces
     from pipelines import heatmap
+    from pipelines.peers import Peer, versions
     from pipelines.report import document_rows, machine, tables
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
 
-    loaded = {name: load_predictor(ref, tracking_uri) for name, ref in (predictors or {}).items()}
+    loaded = {name: load_predictor(ref, tracking_uri) for name, ref in predictors.items()}
     opened = None if traces is None else Traces(traces)
     lm, tokenizer = load_lm(model, "float32")
     for predictor in loaded.values():
         predictor.check(lm)
     skipped = Skipped()
-    chosen = possible(methods, configs or {}, loaded, budget, skipped)
-    texts = choose_texts(opened if not text else None, text or [], documents, context + steps, tokenizer)
+    texts = choose_texts(opened if not text else None, text or [], documents, context, steps, tokenizer)
+    sized: list[Sized] = []
+    if wanted:
+        print("Setting what is to be of equal size", file=sys.stderr)
+        methods, sized = equally_sized(lm, methods, configs, loaded, wanted, texts[0].tokens, steps, skipped)
+        methods, configs = spread(methods, configs, sized)
+    chosen = possible(methods, configs, loaded, budget, skipped)
     total = len(texts) * len(chosen) * (1 + steps)
     with tqdm(total=total, unit="step", desc="Evaluating", mininterval=1) as bar:
-        measured = []
+        measured: list[list[Measured]] = []
+        told: dict[str, ListExporter] = {}
         for one in texts:
             bar.set_postfix_str(one.source)
-            measured.append(measure(lm, chosen, one, steps, speed, skipped, bar.update))
+            first = told if one is texts[0] and not speed else None  # telemetry takes time
+            measured.append(measure(lm, chosen, one, steps, speed, skipped, bar.update, first))
     left = {method.name for method in chosen}
     measured = [[row for row in rows if row.name in left] for rows in measured]
 
@@ -104,8 +122,8 @@ def evaluate(
         "settings": {
             "model": model,
             "methods": methods,
-            "configs": configs or {},
-            "predictors": predictors or {},
+            "configs": configs,
+            "predictors": predictors,
             "budget": budget,
             "traces": traces,
             "text": text,
@@ -115,13 +133,16 @@ def evaluate(
         },
         "skipped": skipped.lines,
         "failed": skipped.failed,
+        "sized": [asdict(one) for one in sized],
         "texts": [{"document": one.id, "source": one.source} for one in texts],
         "machine": machine(),
+        "peers": versions(method.config for method in chosen if isinstance(method.config, Peer)),
         "model": model_provenance(lm, tokenizer),
     }
     rows = document_rows(run["texts"], measured)
+    held = occupied(lm, told, steps)
     picture = None if opened is None else heatmap.head_map(opened, loaded, heatmap_layer, heatmap_head)
-    write_results(Path(out), run, rows, picture)
+    write_results(Path(out), run, rows, picture, held)
     print(f"\n{tables(rows, skipped.failed)}\n\nReport: {out}/report.html")
     return skipped.status
 
@@ -133,113 +154,39 @@ def measure(
     steps: int,
     speed: bool,
     skipped: Skipped,
-    on_step: Callable[[], None],
+    on_step: Callable[[], None] = lambda: None,
+    told: dict[str, ListExporter] | None = None,
 ) -> list[Measured]:
     """Compare methods on one text; other projects' that fail on it leave ``able`` and are skipped."""
     from pipelines.measure import compare
 
     return with_those_able(
         able,
-        lambda able: compare(lm, able, text.tokens, steps, on_step, timed=speed),
+        lambda able: compare(lm, able, text.tokens, steps, on_step, timed=speed, told=told),
         lambda one, error: skipped.add(f"{one.name} on {text.id}: {error}", one.name),
     )
 
 
-@dataclass
-class HeldOut:
-    """A text to measure on: its id, its source, and its first tokens [1, context + steps]."""
+def occupied(lm: Any, told: Mapping[str, ListExporter], steps: int) -> list[dict[str, Any]]:
+    """Rows of :func:`pipelines.occupancy.occupancy_rows` for each tiered cache."""
+    from fade_runtime.hf import geometry, text_config
+    from pipelines.occupancy import occupancy_rows
 
-    id: str
-    source: str
-    tokens: Tensor
-
-
-def choose_texts(
-    traces: Any,
-    sources: Sequence[str] | Mapping[str, Sequence[str]],
-    documents: int,
-    length: int,
-    tokenizer: Any,
-) -> list[HeldOut]:
-    """Validation documents of a trace collection, or texts from elsewhere; from named sources so many of each.
-
-    Raises:
-        FadeError: too few or too short documents, or text that is not what the traces were collected from.
-    """
-    import torch
-
-    from data.lm import encode
-
-    if traces is not None:
-        found = _validation_documents(traces, documents, tokenizer)
-    elif isinstance(sources, Mapping):
-        found = [
-            replace(document, source=name)
-            for name, places in sources.items()
-            for document in _read(_files(places), documents, length, tokenizer)
-        ]
-    else:
-        found = _read(sources, documents, length, tokenizer)
-    chosen = []
-    for document in found:
-        tokens = torch.tensor(encode(tokenizer, document.text)[:length])[None]
-        if tokens.shape[1] < length:
-            raise FadeError(
-                f"document {document.id} has {tokens.shape[1]} tokens, context + steps is {length}; "
-                "lower context or steps"
-            )
-        chosen.append(HeldOut(document.id, document.source, tokens))
-    return chosen
+    config = text_config(lm)
+    heads, dim = geometry(config)
+    full = 2 * 2 * config.num_hidden_layers * heads * dim
+    return [row for name, each in told.items() for row in occupancy_rows(name, each.events, heads, full, steps)]
 
 
-def _validation_documents(traces: Any, documents: int, tokenizer: Any) -> list[Document]:
-    from data.plan import CollectSettings, prepare
-
-    tasks = prepare(CollectSettings(**traces.manifest["settings"]), tokenizer)
-    found = [task.document for task in tasks if task.document.split == "validation"]
-    known = [one["id"] for one in traces.manifest["documents"] if one["split"] == "validation"]
-    if [document.id for document in found] != known:
-        raise FadeError(
-            f"the text that the traces in {traces.folder} were collected from has changed since "
-            "(another Python, or edited files); collect them again, or give text"
-        )
-    if len(found) < documents:
-        raise FadeError(
-            f"documents {documents} is more than the {len(found)} validation documents of the traces"
-        )
-    return found[:documents]
-
-
-def _read(sources: Sequence[str], documents: int, length: int, tokenizer: Any) -> list[Document]:
-    from data.chat import chat_renderer
-    from data.lm import encode
-    from data.text import load_documents
-
-    return load_documents(
-        sources,
-        train=0,
-        validation=documents,
-        length=length,
-        measure=lambda words: len(encode(tokenizer, words)),
-        render=chat_renderer(tokenizer),
-    )
-
-
-def _files(places: Sequence[str]) -> list[str]:
-    """The files of a named source; those of a folder one by one, so that documents come from each in turn."""
-    from data.records import text_files
-
-    folders = {place: text_files(Path(place)) for place in places if Path(place).is_dir()}
-    return [str(file) for place in places for file in folders.get(place, [place])]
-
-
-def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]], picture: Any) -> None:
+def write_results(
+    out: Path, run: dict[str, Any], documents: list[dict[str, Any]], picture: Any, held: Sequence[dict[str, Any]] = ()
+) -> None:
     """Write the folder of results, whole or not at all.
 
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
-    from pipelines import heatmap
+    from pipelines import heatmap, occupancy
     from pipelines.html import page
     from pipelines.plots import quality_against_bytes
     from pipelines.report import method_rows, report, source_rows, write_jsonl
@@ -260,7 +207,11 @@ def write_results(out: Path, run: dict[str, Any], documents: list[dict[str, Any]
         if picture is not None:
             plots["attention.png"] = "Recorded attention, its forecast, and the mean of both over the steps."
             heatmap.draw(aside / "attention.png", picture)
-        write_jsonl(aside / "results.jsonl", [run, *documents, *methods, *source_rows(documents)])
+        if held:
+            text = run["texts"][0]["document"]
+            plots["occupancy.png"] = f"Tokens of a kv head in each tier while {text} is decoded, and bytes."
+            occupancy.draw(aside / "occupancy.png", held, "Where the tokens are")
+        write_jsonl(aside / "results.jsonl", [run, *documents, *methods, *source_rows(documents), *held])
         text = report(run, documents, plots)
         (aside / "report.md").write_text(text, encoding="utf-8")
         (aside / "report.html").write_text(page(text, aside), encoding="utf-8")

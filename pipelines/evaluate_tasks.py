@@ -28,7 +28,7 @@ def evaluate_tasks(
     budget: float = 0.43,
     n: int = 8,
     length: int = 2048,
-    lengths: dict[str, int] | None = None,
+    lengths: dict[str, int | list[int]] | None = None,
     data: str | None = None,
     files: dict[str, str] | None = None,
     compress: str = "prompt",
@@ -54,7 +54,7 @@ def evaluate_tasks(
         budget: share of the context that evicting methods keep per kv head.
         n: prompts of each task.
         length: tokens of a prompt at most; generated ones are about as long.
-        lengths: task -> another length.
+        lengths: task -> another length, or several, at each of which it is asked ``n`` times.
         data: folder with the files of tasks.
         files: task -> another file or text source, or `hf:NAME:CONFIG:SPLIT`.
         compress: what a cache has read when it first compresses: the "prompt" less its last token, as generate() has,
@@ -92,11 +92,14 @@ def evaluate_tasks(
     skipped = Skipped()
     asked = possible(methods, configs, loaded, budget, skipped)
     asking, rows = Asking(lm, tokenizer, compress, run_code), []
-    with tqdm(total=len(tasks) * n * len(asked), unit="answer", desc="Asking", mininterval=1) as bar:
-        for task in (TASKS[name] for name in tasks):
+    wishes = [
+        (TASKS[name], Wish(tokenizer, n, tokens, seed, files.get(name) or in_folder(TASKS[name].source, data)))
+        for name in tasks
+        for tokens in several(lengths.get(name, length))
+    ]
+    with tqdm(total=len(wishes) * n * len(asked), unit="answer", desc="Asking", mininterval=1) as bar:
+        for task, wish in wishes:
             bar.set_postfix_str(task.name)
-            where = files.get(task.name) or in_folder(task.source, data)
-            wish = Wish(tokenizer, n, lengths.get(task.name, length), seed, where)
             rows += ask(asking, task, wish, asked, skipped, bar.update)
 
     run = {
@@ -122,7 +125,7 @@ def check_tasks(
     tasks: Sequence[str],
     known: Mapping[str, Task],
     n: int,
-    lengths: Mapping[str, int],
+    lengths: Mapping[str, int | Sequence[int]],
     by_task: Mapping[str, Mapping[str, Any]],
     compress: str,
 ) -> None:
@@ -140,11 +143,22 @@ def check_tasks(
             raise FadeError(f"{option} {unknown[0]!r} is not known; choose from {', '.join(known)}")
     if n < 1:
         raise FadeError(f"n {n} is too small; use at least 1")
-    for name, length in lengths.items():
-        if length < 100:
-            raise FadeError(f"length {length} of {name} is too short for a task; use at least 100")
+    for name, given in lengths.items():
+        for length in several(given):
+            if length < 100:
+                raise FadeError(f"length {length} of {name} is too short for a task; use at least 100")
     if compress not in COMPRESS:
         raise FadeError(f"compress {compress!r} is not one of {', '.join(COMPRESS)}")
+
+
+def several(lengths: int | Sequence[int]) -> Sequence[int]:
+    """One length, or those that were given.
+
+    Example:
+        >>> several(512), several([512, 1024])
+        ([512], [512, 1024])
+    """
+    return [lengths] if isinstance(lengths, int) else lengths
 
 
 def in_folder(source: str, data: str | None) -> str:
@@ -191,7 +205,7 @@ def ask(
 
     for index, example in enumerate(examples):
         answers = with_those_able(able, lambda able: asking.ask(task, example, able, on_method), failed)  # noqa: B023
-        rows += answer_rows(task, index, example, [method.name for method in able], answers)
+        rows += answer_rows(task, wish.length, index, example, [method.name for method in able], answers)
     return rows
 
 
@@ -203,6 +217,7 @@ def write_results(
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
+    from pipelines import needle_map
     from pipelines.html import page
     from pipelines.plots import losses_by_task
     from pipelines.report import write_jsonl
@@ -216,7 +231,8 @@ def write_results(
         aside.mkdir()
         write_jsonl(aside / "results.jsonl", [run, *answers, *tasks, *over_all(tasks)])
         losses_by_task(aside / "tasks.png", tasks)
-        text = report(run, tasks)
+        mapped = needle_map.draw(aside / "depths.png", answers)
+        text = report(run, tasks, "depths.png" if mapped else None)
         (aside / "report.md").write_text(text, encoding="utf-8")
         (aside / "report.html").write_text(page(text, aside), encoding="utf-8")
     print(f"\n{tables(tasks, run['failed'])}\n\nReport: {out}/report.html")

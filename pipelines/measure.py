@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,10 @@ from transformers.cache_utils import DynamicLayer
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.hf import forward_kwargs, geometry, hand_over, text_config
 from fade_runtime.layer import TieredLayer
+from fade_runtime.telemetry import ListExporter, attach_telemetry
+from pipelines.oracle import Oracle, foresee, future_attention
 from pipelines.peers import Peer, blamed, resident_bytes
+from predictor.errors import FadeError
 
 FULL = "full"
 
@@ -26,7 +30,7 @@ class Method:
     """One line of the table: a name, and what the cache is to do; None is the full cache."""
 
     name: str
-    config: FadeConfig | Peer | None
+    config: FadeConfig | Oracle | Peer | None
 
 
 @dataclass
@@ -47,6 +51,11 @@ class Measured:
     seconds: list[float] = field(default_factory=list)
     resident_bytes: int = 0
     full_bytes: int = 0
+
+    @property
+    def compression(self) -> float:
+        """Bytes of a full cache divided by what was resident."""
+        return self.full_bytes / self.resident_bytes
 
     def add(self, full: Tensor, other: Tensor) -> None:
         """Take in steps, whose logits [n, V] are the full cache's and this one's."""
@@ -72,6 +81,7 @@ def compare(
     steps: int,
     on_step: Callable[[], None] = lambda: None,
     timed: bool = True,
+    told: dict[str, ListExporter] | None = None,
 ) -> list[Measured]:
     """Prefill each cache with a text's head, then feed its last ``steps`` tokens to each (teacher forcing).
 
@@ -86,6 +96,7 @@ def compare(
         steps: number of tokens to decode.
         on_step: called after each prefill, and for each method and step.
         timed: fill in ``seconds``.
+        told: takes the telemetry of each tiered cache, which costs time, by name of the method.
 
     Returns:
         What was measured for each method, in order. The first step is left out of ``seconds``: it warms up.
@@ -95,7 +106,12 @@ def compare(
     head, tail = tokens.split([tokens.shape[1] - steps, steps], dim=1)
     measured = [Measured(method.name) for method in methods]
     runs = start(methods, model, dense_twin(model))
+    for method, run in zip(methods, runs):
+        if told is not None and run.tiered:
+            told[method.name] = ListExporter()
+            attach_telemetry(run.cache, told[method.name])
     with torch.inference_mode():
+        show_future(runs, tokens, head.shape[1])
         read_prompt(runs, head, on_step)
         (_in_turn if timed else _one_by_one)(runs, tail, measured, on_step)
     for row, run in zip(measured, runs):
@@ -105,16 +121,36 @@ def compare(
 
 def start(methods: Sequence[Method], model: Any, twin: Any) -> list[Run]:
     """Give each method an empty cache: a tiered one on the model, any other on its dense twin."""
-    return [
-        PeerRun(twin, method.config)
-        if isinstance(method.config, Peer)
-        else Run(twin if method.config is None else model, method.config)
-        for method in methods
-    ]
+    made: list[Run] = []
+    for config in (method.config for method in methods):
+        if isinstance(config, Peer):
+            made.append(PeerRun(twin, config))
+        elif isinstance(config, Oracle):
+            made.append(OracleRun(model, config))
+        else:
+            made.append(Run(twin if config is None else model, config))
+    return made
+
+
+def show_future(runs: Sequence[Run], tokens: Tensor, prompt: int) -> None:
+    """Tell oracles what is to come: tokens [1, prompt + T]."""
+    if oracles := [run for run in runs if isinstance(run, OracleRun)]:
+        future = future_attention(oracles[0].model, tokens[0], prompt)
+        for run in oracles:
+            run.know(future)
 
 
 def read_prompt(runs: Sequence[Run], head: Tensor, on_step: Callable[[], None] = lambda: None) -> None:
     """Fill each cache; those that only store a prompt while the model reads it are filled by one forward."""
+    with ExitStack() as listening:
+        _read_prompt(runs, head, on_step, listening)
+    for run in runs:
+        run.seen = head.shape[1]
+
+
+def _read_prompt(
+    runs: Sequence[Run], head: Tensor, on_step: Callable[[], None], listening: ExitStack
+) -> None:
     tiered = [run for run in runs if run.tiered]
     together = bool(tiered) and all(isinstance(layer, TieredLayer) for run in tiered for layer in run.cache.layers)
     for run in tiered if together else ():
@@ -123,13 +159,12 @@ def read_prompt(runs: Sequence[Run], head: Tensor, on_step: Callable[[], None] =
         if not (together and run.stores):
             run.feed(head)
         elif run is tiered[0]:
-            others = [other.cache.layers for other in runs if other.stores and not other.tiered]
+            others = [other for other in runs if other.stores and not other.tiered]
+            for other in others:
+                listening.enter_context(other.listen(run.model))
             columns = zip(*(one.cache.layers for one in tiered))
-            stored = list(zip(*others)) or [()] * len(run.cache.layers)
-            run.feed(head, Cache(layers=[_Fan(layers, also) for layers, also in zip(columns, stored)]))
+            run.feed(head, Cache(layers=[_Fan(layers, others) for layers in columns]))
         on_step()
-    for run in runs:
-        run.seen = head.shape[1]
 
 
 def _in_turn(
@@ -169,11 +204,11 @@ def dense_twin(model: Any) -> Any:
 class _Fan(TieredLayer):
     """The same layer of several tiered caches, as one: the first, in whose steps the others follow.
 
-    While a prompt is read, all of them answer the same: what plain attention does. Layers of other caches, which
-    only store what they are given, are filled along.
+    While a prompt is read, all of them answer the same: what plain attention does. Other runs' caches, which only
+    store what they are given, are filled along.
     """
 
-    def __init__(self, layers: Sequence[TieredLayer], others: Sequence[Any] = ()) -> None:
+    def __init__(self, layers: Sequence[TieredLayer], others: Sequence[Run] = ()) -> None:
         self.layers, self.others = layers, others
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +220,7 @@ class _Fan(TieredLayer):
         for layer in self.layers:
             layer.update(key_states, value_states, kwargs={})
         for other in self.others:
-            other.update(key_states, value_states)
+            other.store(self.layers[0].index, key_states, value_states)
         return hand_over(self, key_states, kwargs.get("kwargs")), value_states
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -216,6 +251,14 @@ class Run:
         keep = tokens.shape[1] if tokens.shape[1] <= self.stride else 1
         kwargs = forward_kwargs(self.cache if cache is None else cache, self.model)
         return self.model(tokens, logits_to_keep=keep, use_cache=True, **kwargs).logits[0]
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take in a layer's keys and values [1, H, S, D] of a prompt that another run's model reads."""
+        self.cache.layers[layer].update(key, value)
+
+    def listen(self, model: Any) -> AbstractContextManager[None]:
+        """What this run does besides while another run's model reads its prompt."""
+        return nullcontext()
 
     def follow(self, tokens: Tensor) -> Tensor:
         """Return the logits after each of the tokens [1, n] that come after a prompt: [n, V].
@@ -258,6 +301,29 @@ class Run:
         return report["resident_bytes"] - spared, report["full_bytes"] * 2 // width
 
 
+class OracleRun(Run):
+    """A model and a tiered cache that is told what is to come."""
+
+    def __init__(self, model: Any, oracle: Oracle) -> None:
+        super().__init__(model, oracle.config)
+        self.knows = False
+
+    def know(self, future: dict[int, Tensor]) -> None:
+        """Take in :func:`pipelines.oracle.future_attention`."""
+        foresee(self.cache, future)
+        self.knows = True
+
+    def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """As any run.
+
+        Raises:
+            FadeError: nobody told it the future, as in a task whose answers are not known.
+        """
+        if not self.knows:
+            raise FadeError("an oracle needs a text whose continuation is known; leave it out here")
+        return super().feed(tokens, cache)
+
+
 class PeerRun(Run):
     """A model and another project's cache, fed with tokens."""
 
@@ -265,7 +331,20 @@ class PeerRun(Run):
         self.model, self.tiered, self.peer = model, False, peer
         with blamed(peer, 0):
             self.cache = peer.cache(model)
-        self.stride, self.since, self.seen, self.stores = peer.stride, 0, 0, False
+        self.stride, self.since, self.seen, self.stores = peer.stride, 0, 0, peer.stores
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take in a layer's keys and values of a prompt.
+
+        Raises:
+            PeerError: the peer failed.
+        """
+        with blamed(self.peer, key.shape[2]):
+            super().store(layer, key, value)
+
+    def listen(self, model: Any) -> AbstractContextManager[None]:
+        """What the peer does while a prompt is read."""
+        return self.peer.listen(model, self.cache)
 
     def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
         """Read the prompt as the peer wants it, then the tokens after it: [n or 1, V].

@@ -136,6 +136,7 @@ def make_methods(
 
 def _config(name: str, options: Mapping[str, Any], predictors: Mapping[str, Predictor]) -> Any:
     from fade_runtime import FadeConfig
+    from pipelines.oracle import Oracle
     from pipelines.peers import make_peer
 
     given = dict(options)
@@ -147,6 +148,8 @@ def _config(name: str, options: Mapping[str, Any], predictors: Mapping[str, Pred
             return make_peer(given.pop("peer"), given)
         if preset not in PRESETS:
             raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-        return getattr(FadeConfig, preset)(**given)
+        knows = given.pop("oracle", False)
+        made = getattr(FadeConfig, preset)(**given)
+        return Oracle(made) if knows else made
     except FadeError as error:
         raise type(error)(f"config {name!r}: {error}") from error

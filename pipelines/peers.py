@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +29,14 @@ class Peer:
     Attributes:
         package: what must be importable. install: how pip names it.
         stride: tokens that may come in one call and leave the cache as they would one at a time.
+        stores: the cache stores a prompt's keys and values, whoever reads it, and does the rest by :meth:`listen`.
         keeps_positions: after it has evicted, tokens go on at their place in the text, and the caller must say so.
     """
 
     package: ClassVar[str]
     install: ClassVar[str]
     stride: ClassVar[int] = 64
+    stores: ClassVar[bool] = False
     keeps_positions: ClassVar[bool] = False
 
     def imported(self, name: str = "") -> Any:
@@ -56,6 +59,10 @@ class Peer:
     def read(self, model: Any, tokens: Tensor, cache: Any) -> Tensor:
         """Read a prompt [1, S] into the cache, compress; the logits after its last token: [1, V]."""
         return model(tokens, logits_to_keep=1, use_cache=True, **forward_kwargs(cache, model)).logits[0]
+
+    def listen(self, model: Any, cache: Any) -> AbstractContextManager[None]:
+        """While this lasts, the model reads a prompt, and the cache stores it."""
+        return nullcontext()
 
     def copied(self, cache: Any) -> Any:
         """A copy of a cache, to go on in another way."""
@@ -104,6 +111,7 @@ class Quantised(Peer):
     axis_value: int = 0
 
     backend: ClassVar[str]
+    stores: ClassVar[bool] = True
     stride: ClassVar[int] = 128  # transformers' residual_length
 
     def cache(self, model: Any) -> Any:
@@ -113,7 +121,6 @@ class Quantised(Peer):
         self.imported()
         options = {each.name: getattr(self, each.name) for each in fields(self)}
         return QuantizedCache(self.backend, model.config, residual_length=self.stride, **options)
-
 
     def copied(self, cache: Any) -> Any:
         """A copy that shares what is quantised: that is replaced, not changed, and quanto cannot copy it."""
@@ -157,6 +164,7 @@ class Kvpress(Peer):
 
     package: ClassVar[str] = "kvpress"
     install: ClassVar[str] = "kvpress (with --no-deps where it asks for an older transformers)"
+    stores: ClassVar[bool] = True
     keeps_positions: ClassVar[bool] = True
 
     def made(self) -> Any:
@@ -179,6 +187,10 @@ class Kvpress(Peer):
         with hooked(model, self.made()):
             return super().read(model, tokens, cache)
 
+    def listen(self, model: Any, cache: Any) -> AbstractContextManager[None]:
+        """The press works on this cache while the model reads a prompt into another."""
+        return hooked(model, self.made(), cache, self)
+
 
 def under_older_names(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What an attention module was called with, as kvpress reads it: the cache and the positions under older names."""
@@ -188,32 +200,39 @@ def under_older_names(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, An
 
 
 @contextmanager
-def hooked(model: Any, press: Any) -> Iterator[None]:
+def hooked(model: Any, press: Any, cache: Any = None, peer: Peer | None = None) -> Iterator[None]:
     """Hook a press into each attention module, as its own context manager does, under the names of any transformers.
+
+    It works on the cache that the model fills, or on another one that holds the same; its mistakes are the peer's.
 
     Raises:
         FadeError: the press masks what it drops: that frees no memory, and the mask is the model's, not the cache's.
     """
 
     def hook(module: nn.Module, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        return press.forward_hook(module, given, under_older_names(module, kwargs), output)
+        kwargs = kwargs if cache is None else {**kwargs, "past_key_values": cache}
+        if peer is None:
+            return press.forward_hook(module, given, under_older_names(module, kwargs), output)
+        with blamed(peer, kwargs["hidden_states"].shape[1]):
+            out = press.forward_hook(module, given, under_older_names(module, kwargs), output)
+            refuse_masks([module], press)  # at once: other presses listen too
+            return out
 
     press.post_init_from_model(model)
-    hooks = []
+    modules, hooks = [layer.self_attn for layer in model.model.layers], []
     try:
-        for layer in model.model.layers:
-            layer.self_attn.rotary_emb = model.model.rotary_emb
-            hooks.append(layer.self_attn.register_forward_hook(hook, with_kwargs=True))
+        for module in modules:
+            module.rotary_emb = model.model.rotary_emb
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
         yield
-        refuse_masks(model, press)
+        refuse_masks(modules, press)
     finally:
         for each in hooks:
             each.remove()
 
 
-def refuse_masks(model: Any, press: Any) -> None:
-    """Take back the masks that a press has left on a model's attention modules, and refuse it."""
-    modules = [layer.self_attn for layer in model.model.layers]
+def refuse_masks(modules: Sequence[Any], press: Any) -> None:
+    """Take back the masks that a press has left on attention modules, and refuse it."""
     masked = [module for module in modules if getattr(module, "masked_key_indices", None) is not None]
     for module in masked:
         module.masked_key_indices = None
@@ -305,6 +324,17 @@ def make_peer(name: str, options: Mapping[str, Any]) -> Peer:
     if isinstance(peer, Kvpress):
         peer.made()
     return peer
+
+
+def versions(peers: Iterable[Peer]) -> dict[str, str]:
+    """Name and version of each peer's package."""
+    found = {}
+    for name in sorted({peer.install.split()[0] for peer in peers}):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "of no known version"  # a folder on the path
+    return found
 
 
 def resident_bytes(cache: Any, dtype: torch.dtype) -> int:

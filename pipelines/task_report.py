@@ -14,18 +14,20 @@ from pipelines.tasks.task import Example, Task
 
 COLUMNS = ("task", "cache", "score", "95 %", "full cache", "KL", "top-1", "same answer", "compression")
 ALL_COLUMNS = ("cache", "tasks", "score lost", "KL", "top-1", "same answer", "compression")
+DEPTHS = "Found, in per cent, by depth in the context and its length."
 WORDS = 200  # characters of an answer that are kept
 
 
 def answer_rows(
-    task: Task, index: int, example: Example, methods: Sequence[str], answers: Sequence[Answer]
+    task: Task, length: int, index: int, example: Example, methods: Sequence[str], answers: Sequence[Answer]
 ) -> list[dict[str, Any]]:
-    """One JSON-able row for each method that was asked one example."""
+    """One JSON-able row for each method that was asked one example of a length."""
     return [
         {
             "kind": "answer",
             "task": task.name,
             "method": name,
+            "length": length,
             "example": index,
             "tokens": example.tokens,
             "cut": example.cut,
@@ -49,8 +51,8 @@ def task_rows(answers: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) 
         answers: rows of :func:`answer_rows`. metrics: task -> what its score is.
 
     Example:
-        >>> one = {"task": "t", "method": "full", "example": 0, "tokens": 9, "cut": False, "score": 1.0, "same": True,
-        ...        "kl": 0.0, "top1": 1.0, "resident_bytes": 40, "full_bytes": 40}
+        >>> one = {"task": "t", "method": "full", "length": 9, "example": 0, "tokens": 9, "cut": False, "score": 1.0,
+        ...        "same": True, "kl": 0.0, "top1": 1.0, "resident_bytes": 40, "full_bytes": 40}
         >>> safe = {**one, "method": "safe", "score": 0.0, "same": False, "resident_bytes": 10}
         >>> rows = task_rows([one, safe], {"t": "right"})
         >>> rows[1]["score"], rows[1]["full_score"], rows[1]["lost"], rows[1]["compression"]
@@ -59,12 +61,13 @@ def task_rows(answers: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) 
     rows = []
     for task, metric in metrics.items():
         mine = [row for row in answers if row["task"] == task]
-        full = {row["example"]: row for row in mine if row["method"] == FULL}
+        full = {(row["length"], row["example"]): row for row in mine if row["method"] == FULL}
         for method in dict.fromkeys(row["method"] for row in mine):
             these = [row for row in mine if row["method"] == method]
             scores = [row["score"] for row in these]
             scored = bool(scores) and None not in scores
-            lost = [full[row["example"]]["score"] - row["score"] for row in these] if scored else []
+            theirs = [full[row["length"], row["example"]]["score"] for row in these]
+            lost = [one - other for one, other in zip(theirs, scores)] if scored else []
             rows.append(
                 {
                     "kind": "task",
@@ -76,7 +79,7 @@ def task_rows(answers: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) 
                     "cut": sum(row["cut"] for row in these),
                     "score": _mean(scores) if scored else None,
                     "interval": interval(scores) if scored else None,
-                    "full_score": _mean([full[row["example"]]["score"] for row in these]) if scored else None,
+                    "full_score": _mean(theirs) if scored else None,
                     "lost": _mean(lost) if scored else None,
                     "lost_interval": bootstrap(lost) if scored else None,
                     **{key: _mean([row[key] for row in these]) for key in ("kl", "top1", "same")},
@@ -140,12 +143,12 @@ def tables(tasks: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] =
     return f"{aligned(ALL_COLUMNS, total, words=1)}\n\n{aligned(COLUMNS, lines, words=2)}"
 
 
-def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
+def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], depths: str | None = None) -> str:
     """The report, in Markdown.
 
     Args:
         run: the settings, machine, model and what was skipped, as in the first line of results.jsonl.
-        tasks: rows of :func:`task_rows`.
+        tasks: rows of :func:`task_rows`. depths: file of the needle map, if there is one.
     """
     settings, here = run["settings"], run["machine"]
     asked = [row for row in tasks if row["method"] == FULL]
@@ -156,6 +159,7 @@ def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
     )
     configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
     skipped = "\n".join(f"- {line}" for line in run["skipped"])
+    mapped = f"\n![{DEPTHS}]({depths})\n\n{DEPTHS}\n" if depths else ""
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     return f"""# Tasks: each cache beside the full cache
 
@@ -164,7 +168,7 @@ def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> str:
 {tables(tasks, run.get("failed", ()))}
 
 ![KL to the full cache, and below it compression, of every cache on every task](tasks.png)
-
+{mapped}
 - **score** is the mean over prompts, in per cent, or a perplexity; **95 %** its interval: Wilson's where a prompt is
   right or wrong, the bootstrap's otherwise. **full cache** is the full cache's score on the same prompts; **score
   lost** is what is missing to it, in points, mean over the tasks that have a right answer.

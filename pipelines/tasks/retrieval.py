@@ -61,9 +61,7 @@ class Lookup:
         """Examples; the keys that are asked for lie at depths that are evenly spread over all of them."""
         drawn = random.Random(wish.seed)
         for depth in _depths(wish.n):
-            words = drawn.sample(_words(), len(_words()))
-            keys = [f"{one}-{other}" for one, other in zip(words[::2], words[1::2])]
-            yield self._example(wish, depth, [(key, _value(drawn)) for key in keys])
+            yield self._example(wish, depth, draw_record(drawn))
 
     def _example(self, wish: Wish, depth: float, record: list[tuple[str, str]]) -> Example:
         def prompt(count: int) -> Prompt:
@@ -106,7 +104,7 @@ def needles(keys: int) -> Callable[[Wish], Iterator[Example]]:
     def examples(wish: Wish) -> Iterator[Example]:
         drawn, runs = random.Random(wish.seed), wish.filler(wish.length)
         for depth in _depths(wish.n):
-            pairs = [(key, _value(drawn)) for key in _keys(drawn)[:keys]]
+            pairs = [(key, draw_value(drawn)) for key in draw_keys(drawn)[:keys]]
             places = [depth, *(drawn.random() for _ in pairs[1:])]
             yield _needle(wish, next(runs), pairs, places)
 
@@ -158,7 +156,13 @@ def _depths(n: int) -> list[float]:
     return [round(i / (n - 1), 3) for i in range(n)] if n > 1 else [0.5]
 
 
-def _keys(drawn: random.Random) -> list[str]:
+def draw_record(drawn: random.Random) -> list[tuple[str, str]]:
+    """Keys of two words and their values; no word is in two keys."""
+    words = drawn.sample(_words(), len(_words()))
+    return [(f"{one}-{other}", draw_value(drawn)) for one, other in zip(words[::2], words[1::2])]
+
+
+def draw_keys(drawn: random.Random) -> list[str]:
     """All pairs of words, in an order of their own."""
     pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
     return drawn.sample(pairs, len(pairs))
@@ -171,5 +175,6 @@ def _words() -> list[str]:
     return sorted(set(re.findall(r"\b[a-z]{5,9}\b", text)))
 
 
-def _value(drawn: random.Random) -> str:
+def draw_value(drawn: random.Random) -> str:
+    """A number of five digits."""
     return str(drawn.randint(10_000, 99_999))

@@ -17,7 +17,7 @@ from PIL import Image
 from data.lm import load_tokenizer
 from data.trace import Traces
 from fade_runtime.config import POLICIES
-from pipelines import evaluate
+from pipelines import evaluate, held_out
 from pipelines.measure import Method
 from pipelines.methods import METHODS, possible
 from predictor.bundle import load_bundle
@@ -258,7 +258,7 @@ def test_text_that_has_changed_is_noticed(tiny_traces: Path, tiny_model_dir: Pat
     traces = Traces(tiny_traces)
     traces.manifest["documents"][-1]["id"] = "prose/0123"
     with pytest.raises(FadeError, match="has changed since"):
-        evaluate.choose_texts(traces, [], 1, 100, load_tokenizer(tiny_model_dir))
+        held_out.choose_texts(traces, [], 1, 90, 10, load_tokenizer(tiny_model_dir))
 
 
 def test_every_policy_of_the_runtime_is_on_the_menu() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,6 +98,46 @@ def test_what_is_forgotten_is_not_seen_and_places_are_kept(
     )
 
 
+def test_a_peer_that_only_stores_is_filled_while_ours_read(model: Any, tokens: Tensor) -> None:
+    read, heard = [], []
+
+    @dataclass(frozen=True)
+    class Storing(Plain):
+        stores: ClassVar[bool] = True
+
+        def read(self, *args: Any) -> Tensor:
+            read.append(args)
+            return super().read(*args)
+
+        @contextmanager
+        def listen(self, model: Any, cache: Any) -> Iterator[None]:
+            yield
+            heard.append(cache.get_seq_length())
+
+    methods = [Method(FULL, None), Method("storing", Storing()), Method("safe", FadeConfig.safe())]
+    full, storing, _ = compare(model, methods, tokens, STEPS, timed=False)
+    assert (read, heard) == ([], [CONTEXT])
+    assert storing.kl == pytest.approx([0.0] * STEPS, abs=1e-9)
+    assert storing.resident_bytes == full.resident_bytes
+
+
+def test_a_peer_that_fails_while_ours_read_is_named(model: Any, tokens: Tensor) -> None:
+    @dataclass(frozen=True)
+    class Refusing(Plain):
+        stores: ClassVar[bool] = True
+
+        def cache(self, model: Any) -> Any:
+            made = super().cache(model)
+            made.layers[1].update = lambda *args: 1 / 0
+            return made
+
+    peer = Refusing()
+    methods = [Method(FULL, None), Method("refusing", peer), Method("safe", FadeConfig.safe())]
+    with pytest.raises(PeerError, match="transformers failed on 301 tokens: ZeroDivisionError") as caught:
+        compare(model, methods, tokens, STEPS, timed=False)
+    assert caught.value.peer is peer
+
+
 def test_a_peer_that_fails_is_named(model: Any, tokens: Tensor) -> None:
     with pytest.raises(
         PeerError, match="transformers failed on 301 tokens: AssertionError: too short"
@@ -188,6 +229,21 @@ def test_a_press_that_only_masks_is_refused_and_leaves_no_mask(
     with pytest.raises(PeerError, match="AdaKVPress masks"):
         run.feed(tokens)
     assert all(layer.self_attn.masked_key_indices is None for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_peer_loses_the_same_whoever_reads_the_prompt(
+    name: str, tiny_model: Callable[..., Any], tokens: Tensor
+) -> None:
+    peer, options = REAL[name]
+    pytest.importorskip(PACKAGES[peer])
+    full, theirs = Method(FULL, None), Method(name, make_peer(peer, options))
+    methods = [full, theirs, Method("safe", FadeConfig.safe())], [full, theirs]
+    together, alone = (
+        compare(tiny_model(hidden_size=256, head_dim=64), each, tokens, STEPS, timed=False)[1] for each in methods
+    )
+    assert alone.kl == pytest.approx(together.kl, rel=0.02, abs=1e-6)
+    assert alone.resident_bytes == together.resident_bytes
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -1,0 +1,41 @@
+"""Records of which parts come again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data.lm import load_tokenizer
+from pipelines.tasks import PROSE
+from pipelines.tasks.recall import AGAIN, KINDS, recalled
+from pipelines.tasks.task import Wish
+from predictor.errors import FadeError
+
+
+@pytest.fixture(scope="module")
+def wish(tiny_model_dir: Path) -> Wish:
+    return Wish(load_tokenizer(tiny_model_dir), 2, 1500, 0, PROSE)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_comes_again_was_in_the_record_in_another_order(name: str, wish: Wish) -> None:
+    texts = list(recalled(name, wish, 90))
+    assert [len(ids) for ids in texts] == [1590, 1590]
+    assert texts[0] != texts[1]
+    assert texts == list(recalled(name, wish, 90))
+    for ids in texts:
+        record, again = wish.tokenizer.decode(ids).split(AGAIN)
+        assert len(wish.ids(again)) == pytest.approx(90, abs=5)
+        pieces = [piece for piece in again.split("\n") if piece]
+        assert all(piece in record for piece in pieces)  # the last one may be cut
+        places = [record.index(piece) for piece in pieces[:-1]]
+        assert places != list(range(len(places)))
+        assert record.index(pieces[0]) < len(record) - len(again) or len(pieces) > 1
+
+
+def test_mistakes_are_named(wish: Wish) -> None:
+    with pytest.raises(FadeError, match="generated:songs is not known; choose from lines, key-value, needles"):
+        next(recalled("songs", wish, 10))
+    with pytest.raises(FadeError, match="too little for 1500 and 5000"):
+        next(recalled("lines", wish, 5000))
