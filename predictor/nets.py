@@ -78,6 +78,7 @@ class TokenMLP(ScoreNet):
         return torch.cat(((tokens - self.shift) / self.scale, centred / (spread + LEAST)), dim=-1)
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Score a padded batch of traces, [R, S]."""
         return self(batch["tokens"], batch["mask"])
 
     def score(self, features: PrefillFeatures) -> Tensor:

@@ -64,11 +64,6 @@ class ScoreNet(nn.Module, ABC):
                 f"{type(self).__name__} reads keys and values, which the traces lack; collect them with "
                 "record_hidden: true"
             )
-        if self.reads_hidden and not spec.hidden:
-            raise FadeError(
-                f"{type(self).__name__} reads keys and values, which the traces lack; collect them with "
-                "record_hidden: true"
-            )
 
     def _standardise(self, values: Tensor) -> None:
         """Set the input ``shift`` and ``scale`` from samples [M, C]."""
