@@ -135,10 +135,12 @@ def plan_tiers(
     within = _share_before(ranked, row, len(budgets.int4)) if limited else torch.zeros_like(ranked)
     fits = can_stay[order] & (within < budgets.tau)
     int4 = fits & (_rank_among(fits, row) < budgets.int4[row])
-    rest = ~int4 & (within < budgets.low_tau)
-    low = rest & (_rank_among(rest, row) < budgets.low[row])
     planned = torch.full_like(now, Tier.EVICTED)
-    planned[order[int4]], planned[order[low]] = int(Tier.INT4), int(low_tier)
+    planned[order[int4]] = int(Tier.INT4)
+    if bool(budgets.low.any()):
+        rest = ~int4 & (within < budgets.low_tau)
+        low = rest & (_rank_among(rest, row) < budgets.low[row])
+        planned[order[low]] = int(low_tier)
     return TierPlan(planned, rows)
 
 
