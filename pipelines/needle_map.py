@@ -59,7 +59,7 @@ def draw(path: Path, answers: Sequence[Row]) -> bool:
         axes.set_title(method, fontsize=10, loc="left")
     for axes in grid[-1]:
         axes.set_xlabel("prompt, tokens", fontsize=9)
-    figure.colorbar(grid[0, 0].images[0], ax=grid, label="found", shrink=0.8, aspect=30)
+    figure.colorbar(grid[0, 0].images[0], ax=grid, label="found, %", shrink=0.8, aspect=30)
     save(figure, path)
     plt.close(figure)
     return True
@@ -68,13 +68,12 @@ def draw(path: Path, answers: Sequence[Row]) -> bool:
 def _panel(axes: Any, scores: Mapping[tuple[int, int], Sequence[float]], lengths: Sequence[int]) -> None:
     shares = np.full((BANDS, len(lengths)), np.nan)
     for (band, length), each in scores.items():
-        shares[band, lengths.index(length)] = np.mean(each)
-        share = shares[band, lengths.index(length)]
+        share = shares[band, lengths.index(length)] = 100 * np.mean(each)
         axes.text(
-            lengths.index(length), band, f"{100 * share:.0f}", ha="center", va="center", fontsize=7.5,
-            color="white" if share > 0.5 else "black",
+            lengths.index(length), band, f"{share:.0f}", ha="center", va="center", fontsize=7.5,
+            color="white" if share > 50 else "black",
         )  # fmt: skip
-    axes.imshow(shares, vmin=0, vmax=1, cmap="YlGnBu", aspect="auto", interpolation="nearest")
+    axes.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto", interpolation="nearest")
     axes.grid(False)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
     axes.set_yticks([-0.5, BANDS / 2 - 0.5, BANDS - 0.5], ["0", ".5", "1"], fontsize=8)

@@ -62,8 +62,9 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     """
     plt = pyplot()
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    columns = min(COLUMNS, len(methods) + 1)
-    lines = -(-(len(methods) + 1) // columns)
+    panels = len(methods) + 2  # bytes, and their legend
+    columns = min(COLUMNS, panels)
+    lines = -(-panels // columns)
     figure, grid = plt.subplots(lines, columns, figsize=(3.1 * columns, 2.7 * lines + 0.5), squeeze=False)
     every = list(grid.flat)
     paths = {name: _path([row for row in rows if row["method"] == name]) for name in methods}
@@ -78,16 +79,17 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
         axes.grid(False)
     for axes in grid[:, 0]:
         axes.set_ylabel("tokens of a kv head", fontsize=9)
-    last = every[len(methods)]
+    last, aside = every[len(methods)], every[len(methods) + 1]
     for (name, points), (colour, _) in zip(paths.items(), STYLE * len(paths)):
         last.plot([row["step"] for row in points], [row["bytes"] / 2**20 for row in points], color=colour, label=name)
     last.set_title("bytes, MiB", fontsize=10, loc="left")
     last.set_ylim(0)
     last.margins(x=0)
-    last.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 0.02))
+    aside.axis("off")
+    aside.legend(*last.get_legend_handles_labels(), frameon=False, fontsize=9, loc="upper left", title="bytes of")
     for axes in every:
         axes.tick_params(labelsize=8)
-    for axes in every[len(methods) + 1 :]:
+    for axes in every[panels:]:
         axes.remove()
     for axes in every[: len(methods) + 1]:
         axes.set_xlabel("decode steps", fontsize=9)

@@ -119,7 +119,7 @@ def save(figure: Any, path: Path) -> None:
 
     figure.savefig(path)
     with Image.open(path) as image:
-        small = image.convert("RGB").quantize(256)
+        small = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)  # thin lines keep their colours
     small.save(path, optimize=True)
 
 
