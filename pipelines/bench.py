@@ -18,7 +18,7 @@ from pipelines.bench_prefill import prefill
 from pipelines.bench_profile import profile
 from pipelines.bench_select import select
 from pipelines.bench_tune import tune
-from pipelines.ledger import quantiles, record
+from pipelines.ledger import quantiles, record, this_commit
 from predictor.errors import FadeError
 
 STOCK, STATIC, LOW = "stock", "static", "k4v2"
@@ -178,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 0 if given[:1] in (["--help"], ["-h"]) else 2
     command = COMMANDS[given[0]]
+    this_commit()
     if len(given) == 1 and command is not compare:  # as it is on a machine without the option parser
         return cli.guarded(lambda _: command(), [])
     return cli.run(command, given[1:], positional=command is compare)

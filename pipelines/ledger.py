@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import platform
 import subprocess
@@ -46,8 +47,14 @@ def origin(device: str = "") -> dict[str, Any]:
             versions[name] = importlib.import_module(name).__version__
         except ImportError:  # triton is Linux only
             versions[name] = ""
-    where = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "device": device or processor()}
+    where = {"date": time.strftime("%Y-%m-%d"), "commit": this_commit(), "device": device or processor()}
     return {**where, "threads": torch.get_num_threads(), **versions}
+
+
+@functools.cache
+def this_commit() -> str:
+    """The commit of this code: git is asked once, by a benchmark before it runs, for files may change meanwhile."""
+    return commit()
 
 
 def commit(folder: Path = Path(__file__).parent) -> str:
