@@ -46,7 +46,7 @@ def draw(path: Path, run: Row, methods: Sequence[Row], title: str) -> None:
     oracles = [name for name, rows in found.items() if configs.get(rows[0]["method"], {}).get("oracle")]
     ours = [name for name, rows in found.items() if "peer" not in configs.get(rows[0]["method"], {})]
     order = sorted(found, key=lambda name: (name in oracles, name not in ours, -len(found[name])))
-    style, dashes = iter(STYLE * len(found)), iter(("--", ":") * len(found))
+    style, dashes = iter(STYLE[:1] + STYLE[1:] * len(found)), iter(("--", ":") * len(found))
     ends, colours = [], []
     for name in order:
         colour, marker = (GREY, ".") if name in oracles else next(style)
