@@ -140,9 +140,9 @@ def cell_table(cells: Sequence[Row]) -> str:
 
 def summary(cells: Sequence[Row]) -> str:
     """How many cells were won, and by name those that were not."""
-    words = {"win": "won", "tie": "ties", "lose": "lost", "larger": "not equal, ours takes more bytes"}
+    words = {"win": "won", "tie": "tied", "lose": "lost", "larger": "not equal (ours takes more bytes)"}
     count = {result: sum(row["result"] == result for row in cells) for result in words}
-    lines = [f"Of {len(cells)} cells {', '.join(f'{n} are {words[result]}' for result, n in count.items() if n)}."]
+    lines = [f"Of {len(cells)} cells: {', '.join(f'{n} {words[result]}' for result, n in count.items() if n)}."]
     for result in ("lose", "tie", "larger"):
         named = [
             f"{row['against']} at {row['ratio']:g}x on {row['source']}" for row in cells if row["result"] == result

@@ -63,7 +63,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     plt = pyplot()
     methods = list(dict.fromkeys(row["method"] for row in rows))
     panels = len(methods) + 2  # bytes, and their legend
-    columns = min(COLUMNS, panels)
+    columns = panels if panels <= COLUMNS + 1 else COLUMNS
     lines = -(-panels // columns)
     figure, grid = plt.subplots(lines, columns, figsize=(3.1 * columns, 2.7 * lines + 0.5), squeeze=False)
     every = list(grid.flat)

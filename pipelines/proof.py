@@ -189,7 +189,7 @@ def decode_part(timed: Sequence[Row]) -> str:
         (
             f"{row['context']:,}",
             row["method"],
-            f"{row['ms']:.1f}",
+            f"{row['p50']:.1f}",
             f"{row['of_stock']:.2f}x",
             f"{row['of_static']:.2f}x",
             f"{row['bytes'] / 2**20:.1f}",

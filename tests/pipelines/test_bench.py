@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipelines import bench
+from pipelines.proof import decode_part
 from predictor.errors import FadeError
 
 
@@ -41,6 +42,7 @@ def test_decode_prints_ratios_and_adds_rows(tiny_model_dir: Path, tmp_path: Path
         < first["stock"]["bytes"] / 1.9
     )
     assert all(0 < row["p20"] <= row["p50"] <= row["p80"] for row in rows)
+    assert "| int4 " in decode_part(rows)  # the report of make proof reads them
 
 
 @pytest.mark.parametrize("method", ["static", "k4v2"])

@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
         {**task, "method": "ours"},
         {"kind": "all tasks", "method": "ours", "tasks": 1, "lost": 0.125},
     ]
-    step = {"context": 8192, "method": "int4", "ms": 100.0, "of_stock": 2.5, "of_static": 1.5, "bytes": 2**21}
+    step = {"context": 8192, "method": "int4", "p50": 100.0, "of_stock": 2.5, "of_static": 1.5, "bytes": 2**21}
     timed = [{**step, "processor": "abacus", "threads": 1}]
     for name, lines in (("kl/results.jsonl", rows()), ("tasks/results.jsonl", asked), ("decode.jsonl", timed)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -115,8 +115,8 @@ def test_a_cell_is_won_lost_or_tied_by_its_interval_and_never_with_more_bytes() 
     again = [row["result"] for row in cells(run, equal, methods, "ours") if row["against"] == "bits"]
     assert again == ["lose", "lose"]
     said = summary(list(found.values()))
-    assert "Of 6 cells 2 are won, 2 are ties, 2 are not equal" in said
-    assert "Ties: press at 6x on prose; press at 6x on code." in said
+    assert "Of 6 cells: 2 won, 2 tied, 2 not equal" in said
+    assert "Tied: press at 6x on prose; press at 6x on code." in said
 
 
 def test_the_report_says_what_was_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
