@@ -79,7 +79,8 @@ proof: $(STAMP) $(MODEL)
 	@rm -rf artefacts/proof
 	$(call step,1/3 KL at equal bytes; retrieval at six times smaller,\
 		{ $(RUN) pipelines.evaluate --config configs/eval_proof.yaml $(if $(DATA),--text '$(PROOF_TEXT)') || test $$? = 2; } & \
-		{ $(RUN) pipelines.evaluate_tasks --config configs/eval_proof_tasks.yaml || test $$? = 2; }; wait $$!)
+		kl=$$!; $(RUN) pipelines.evaluate_tasks --config configs/eval_proof_tasks.yaml || test $$? = 2 || failed=1; \
+		wait $$kl || failed=1; test -z "$${failed:-}")
 	$(call step,2/3 decode at 8192 tokens,\
 		$(RUN) pipelines.bench decode --contexts '[8192]' --out artefacts/proof/decode.jsonl)
 	$(call step,3/3 report,$(RUN) pipelines.proof)
