@@ -177,7 +177,7 @@ def _lost(metrics: Mapping[str, float]) -> str:
 Attention that the dropped tokens would have received at their worst coming step, on documents that were not learned
 from, mean of all heads:
 
-{_table(lines)}"""
+{_table(lines).rstrip()}"""
 
 
 def _rows(table: Mapping[str, Any]) -> str:
