@@ -147,7 +147,7 @@ def plan_tiers(
 def _best_first(scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """Indices by row, best first, the later of equals first."""
     order = slots.argsort(descending=True, stable=True)
-    bits = (scores[order].float() + 0.0).view(torch.int32)  # -0 becomes 0; bits of floats are in the order of the floats,
+    bits = (scores[order].float() + 0.0).view(torch.int32)  # -0 becomes 0; bits of floats are in their order,
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # those of negative ones in reverse
     return order[((rows[order].long() << 32) - rising).argsort(stable=True)]  # one sort by both: half the time
 
