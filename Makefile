@@ -2,7 +2,7 @@
 # make test    all tests                            make check   ruff, mypy, the import contract
 # make test-kernels   those of the Triton kernels alone: interpreted on a CPU, and compiled ahead of time
 # make learned a predictor from a hundred documents, like the one that comes with the package (TEXT=, HELD_OUT= for
-#              text of your own), and how much head budgets depend on their number; about half an hour
+#              text of your own), networks that choose again while decoding, and what all of it is worth; under an hour
 # make proof   ours beside other projects' caches at equal bytes (DATA=FOLDER for its texts, else the built-in corpus), tasks,
 #              decode speed; those of optimum-quanto, hqq, kvpress, fade-kv that are installed; under an hour on 2 cores
 # make clean   forget what the demo wrote           make constraints   after an upgrade whose tests pass
@@ -56,14 +56,27 @@ demo: $(STAMP) $(MODEL)
 	$(call step,6/6 evaluate every policy at equal budget,$(RUN) pipelines.evaluate --config configs/eval_demo.yaml)
 	@printf '\nReport: artefacts/eval/demo/report.html\n'
 
+# What is trained here, measured where it was not trained. HELD_OUT: a list of text, as --held_out and --text take it.
+HELD_OUT ?= ["builtin:readmes"]
+CHAMPION := --predictors '{shipped: "models:/smollm2-135m-instruct@champion"}' --text '$(HELD_OUT)' --documents 8
+CHOOSING := --predictors '[artefacts/fit/ema_bank_learned, artefacts/fit/ema_bank_16_learned]'
 learned: $(STAMP) $(MODEL)
-	$(call step,1/4 attention traces of a hundred documents,\
+	$(call step,1/7 attention traces of a hundred documents,\
 		$(RUN) pipelines.collect_traces --config configs/collect_learned.yaml $(if $(TEXT),--text '$(TEXT)'))
-	$(call step,2/4 train the token MLP,$(BIN)/lightning fit --config configs/fit_learned.yaml)
-	$(call step,3/4 bundle; measure in the cache; register,\
-		$(RUN) pipelines.register --config configs/register_learned.yaml $(if $(HELD_OUT),--held_out '$(HELD_OUT)'))
-	$(call step,4/4 how many documents head budgets need,\
+	$(call step,2/7 train the token MLP,$(BIN)/lightning fit --config configs/fit_learned.yaml)
+	$(call step,3/7 bundle; measure in the cache; register,\
+		$(RUN) pipelines.register --config configs/register_learned.yaml --held_out '$(HELD_OUT)')
+	$(call step,4/7 how many documents head budgets need,\
 		$(RUN) pipelines.study --traces artefacts/traces/learned --out artefacts/eval/learned/study.md)
+	$(call step,5/7 train networks that choose again while decoding: each step; each 16 steps,\
+		$(BIN)/lightning fit --config configs/fit_ema_bank_learned.yaml; \
+		$(BIN)/lightning fit --config configs/fit_ema_bank_learned.yaml --model.every 16 --model.net.base 0.85 \
+			--output artefacts/fit/ema_bank_16_learned)
+	$(call step,6/7 hold them against moving averages and the oracle,\
+		$(RUN) pipelines.reselect $(CHOOSING) --traces artefacts/traces/learned --stride 4)
+	$(call step,7/7 the champion in the cache: eviction alone; at equal memory in 4 bits,\
+		$(RUN) pipelines.evaluate --config configs/eval_shares.yaml $(CHAMPION) --out artefacts/eval/learned/shares; \
+		$(RUN) pipelines.evaluate --config configs/eval_quality.yaml $(CHAMPION) --out artefacts/eval/learned/quality)
 
 # None of these was trained on by the predictor that comes with the package.
 PROOF_TEXT = { \

@@ -147,9 +147,9 @@ def plan_tiers(
 def _best_first(scores: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """Indices by row, best first, the later of equals first."""
     order = slots.argsort(descending=True, stable=True)
-    bits = (scores[order].float() + 0.0).view(torch.int32)  # -0 becomes 0; bits of floats are in their order,
-    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # those of negative ones in reverse
-    return order[((rows[order].long() << 32) - rising).argsort(stable=True)]  # one sort by both: half the time
+    bits = (scores[order].float() + 0.0).view(torch.int32)  # 0 added to -0 is 0
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the floats that they are the bits of
+    return order[((rows[order].long() << 32) - rising).argsort(stable=True)]  # one sort by row and score
 
 
 def _rank_among(chosen: Tensor, rows: Tensor) -> Tensor:
