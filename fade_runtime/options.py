@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fade_runtime.memory import parsed
+from fade_runtime.quant import PAGE
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def check_bits(config: FadeConfig) -> None:
         value = getattr(config, name)
         if value not in (2, 4, 8) and (name, value) != ("low_k_bits", None):
             raise FadeError(f"{name} {value!r} is not 2, 4 or 8")
+    if not whole(config.page_tokens) or not 8 <= config.page_tokens <= PAGE:
+        raise FadeError(f"page_tokens {config.page_tokens!r} is not a whole number from 8 to {PAGE}")
     bits = config.bits
     for low, middle, name in ((bits.low_key, bits.key, "k"), (bits.low_value, bits.value, "v")):
         if config.has_low_tier and low > middle:

@@ -210,8 +210,9 @@ def pack_tokens(
     low: Tensor | None = None,
     bits: Bits = DEFAULT_BITS,
     pq_codes: Tensor | None = None,
+    page_tokens: int = quant.PAGE,
 ) -> PackedTokens:
-    """Quantise tokens into fresh pages of up to 64.
+    """Quantise tokens into fresh pages.
 
     Args:
         key, value: [T, D] in any float dtype. rows: [T] sorted ascending. slots: [T] ascending within a row.
@@ -219,6 +220,7 @@ def pack_tokens(
         low: [T] bool, the tokens that go to the low tier; None for none.
         bits: of the codes of both tiers.
         pq_codes: [T, n] uint8 to keep beside the codes, or None.
+        page_tokens: most tokens of a page, whose keys share scales.
 
     Example:
         >>> rows = torch.tensor([0] * 70 + [1] * 3)
@@ -227,7 +229,7 @@ def pack_tokens(
         ([64, 6, 3], [0, 0, 1], 4)
     """
     rank = rank_in_row(rows)
-    opens = rank % quant.PAGE == 0
+    opens = rank % page_tokens == 0
     page = opens.cumsum(0) - 1  # [T]
     page_row = rows[opens].to(torch.int32)
     page_len = torch.bincount(page, minlength=len(page_row)).to(torch.int32)

@@ -248,6 +248,7 @@ class TokenStore:
             low=low,
             bits=self.config.bits,
             pq_codes=self._codes(chosen),
+            page_tokens=self.config.page_tokens,
         )
 
     def _values_of(self, chosen: _Leaving) -> tuple[Tensor, Tensor]:

@@ -246,6 +246,8 @@ def test_a_token_only_moves_down(model: Any) -> None:
         ({"int4_budget": "best"}, "int4_budget 'best' is neither .* nor 'topk' nor None"),
         ({"low_budget": "topk", "int4_budget": 9}, "low_budget 'topk' is neither"),
         ({"middle_k_bits": 3}, "middle_k_bits 3 is not 2, 4 or 8"),
+        ({"page_tokens": 65}, "page_tokens 65 is not a whole number from 8 to 64"),
+        ({"page_tokens": 4.0}, "page_tokens 4.0 is not a whole number from 8 to 64"),
         ({"int4_budget": 9, "low_budget": 9, "low_v_bits": 8}, "low_v_bits 8 is more than middle_v_bits 4"),
         ({"low_tier": "int3"}, "low_tier 'int3' is not one of int2, pq"),
         ({"int4_budget": 9, "low_budget": 9, "low_tier": "pq"}, "needs a codebook; train one with"),

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pq streaming": dict(TIGHT, low_tier="pq", positions="streaming", eviction_policy="position"),
     "in the middle of a prompt": dict(TIGHT, chunked_prefill=True),
     "before the first single token": dict(TIGHT, chunked_prefill=True, eviction_policy="ema"),
+    "small pages": dict(TIGHT, page_tokens=9),
     "guard": dict(TIGHT, guard="rollback", spill="host", monitor_every=4),
     "bf16": TIGHT,
     "dynamic rope": dict(TIGHT, positions="streaming"),

@@ -94,6 +94,22 @@ def test_demotion_by_code_is_what_few_bits_give_at_once(bits: Bits, data: st.Dat
     assert torch.equal(high, dequantise(plain, torch.float32)[0][place][~packed.low()])
 
 
+@given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3), page=st.sampled_from([8, 16, 32]))
+def test_smaller_pages_have_finer_scales(lengths: list[int], page: int) -> None:
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    torch.manual_seed(sum(lengths))
+    key, value = torch.randn(2, len(rows), 16)
+    given = key, value, rows, torch.arange(len(rows)), None
+    large, small = pack_tokens(*given), pack_tokens(*given, page_tokens=page)
+    expected = [min(page, row - first) for row in lengths for first in range(0, row, page)]
+    assert small.page_len.tolist() == expected
+    assert torch.equal(small.token_row(), rows)
+    of_small, of_large = (packed.key_scale[packed.token_page()].float() for packed in (small, large))
+    assert bool((of_small <= of_large).all())
+    for mine, theirs in ((small.value_codes, large.value_codes), (small.slots(), large.slots())):
+        assert torch.equal(mine, theirs)
+
+
 def test_low_tokens_survive_every_move() -> None:
     packed = _ragged([130, 0, 70])
     tiers = torch.where(torch.rand(200) < 0.4, int(Tier.INT2), int(Tier.INT4))
