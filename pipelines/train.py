@@ -155,8 +155,13 @@ class FitCLI(LightningCLI):
         if options["logger"] in (None, True):
             uri, location = resolve_store(self._get(self.config_init, "tracking_uri"))
             experiment = self._get(self.config_init, "experiment")
+            about = f"{self.subcommand}: {type(self.model.net).__name__} on {self.datamodule.folder}"
             kwargs["logger"] = MLFlowLogger(
-                experiment, run_name=output.name, tracking_uri=uri, artifact_location=location
+                experiment,
+                run_name=output.name,
+                tracking_uri=uri,
+                artifact_location=location,
+                tags={"mlflow.note.content": about},  # what the run's page shows as its description
             )
         if self.subcommand == "fit" and not options["fast_dev_run"]:
             given, watched = options["callbacks"] or [], self.model.monitor

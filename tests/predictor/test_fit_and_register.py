@@ -135,6 +135,7 @@ def test_fit_is_tracked(fitted, store):
     client = _client(store)
     run = runs(client, "fade-fit")[0]
     assert run.info.status == "FINISHED"
+    assert run.data.tags["mlflow.note.content"].startswith("fit: TokenMLP on /")  # the description on the run's page
     assert {"val/recovery_at_0.25", "val/gap_closed_at_0.5", "val/heuristic/h2o/recovery_at_0.125"} <= set(
         run.data.metrics
     )
