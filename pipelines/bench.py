@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pipelines import cli
@@ -18,7 +17,7 @@ from pipelines.bench_prefill import prefill
 from pipelines.bench_profile import profile
 from pipelines.bench_select import select
 from pipelines.bench_tune import tune
-from pipelines.ledger import quantiles, record, this_commit
+from pipelines.ledger import quantiles, this_commit
 from predictor.errors import FadeError
 
 STOCK, STATIC, LOW = "stock", "static", "k4v2"
@@ -51,15 +50,13 @@ def decode(
     import torch
 
     from data.lm import load_lm
-    from pipelines.report import add_jsonl, machine
+    from pipelines.report import keep
 
     cli.at_least_one(("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0)))
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")
     rows = [row for context in contexts for row in _decode_rows(lm, context, steps)]
-    if out is not None:
-        add_jsonl(Path(out), [{**row, "model": Path(model).name, "threads": threads, **machine()} for row in rows])
-    record(ledger, rows, model=Path(model).name)
+    keep(rows, model, out, ledger)
     print(
         f"{'context':>8} {'cache':<16} {'ms/step':>8} {'tokens/s':>9} {'of stock':>9} {'of static':>9} {'MiB':>7}"
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from pipelines import cli
-from pipelines.ledger import quantiles, record
+from pipelines.ledger import quantiles
 from predictor.errors import FadeError
 
 STOCK = "stock"
@@ -40,16 +39,14 @@ def collect(
     import torch
 
     from data.lm import load_lm
-    from pipelines.report import add_jsonl, machine
+    from pipelines.report import keep
 
     numbers = ("future", future), ("repeats", repeats), ("threads", threads)
     cli.at_least_one(*numbers, ("contexts", min(contexts, default=0)))
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")
     rows = [row for context in contexts for row in _rows(lm, context, future, repeats)]
-    if out is not None:
-        add_jsonl(Path(out), [{**row, "model": Path(model).name, **machine()} for row in rows])
-    record(ledger, rows, model=Path(model).name)
+    keep(rows, model, out, ledger)
     print(f"{'prompt':>8} {'read':<14} {'ms':>9} {'of stock':>9}")
     for row in rows:
         print(f"{row['context']:>8,} {row['method']:<14} {row['p50']:>9.0f} {row['ratio']:>8.3f}x")

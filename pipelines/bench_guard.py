@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from pipelines import cli
 from pipelines.bench_select import filled
-from pipelines.ledger import quantiles, record
+from pipelines.ledger import quantiles
 
 
 def guard(
@@ -42,7 +41,7 @@ def guard(
 
     from data.lm import load_lm
     from fade_runtime import FadeConfig
-    from pipelines.report import add_jsonl, machine
+    from pipelines.report import keep
 
     cli.at_least_one(("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0)))
     torch.set_num_threads(threads)
@@ -52,9 +51,7 @@ def guard(
     )
     lm, _ = load_lm(model, "float32")
     rows = [_row(lm, config, context, steps) for context in contexts]
-    if out is not None:
-        add_jsonl(Path(out), [{**row, "model": Path(model).name, "threads": threads, **machine()} for row in rows])
-    record(ledger, rows, model=Path(model).name)
+    keep(rows, model, out, ledger)
     titles = f"{'context':>8} {'ms/step':>8} {'guard, ms/step':>15} {'share':>7} {'looks':>6} {'ms/look':>8}"
     print(f"{titles} {'spilled':>9}")
     for row in rows:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.ledger import quantiles, record
+from pipelines.ledger import quantiles
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -54,16 +53,14 @@ def prefill(
     import torch
 
     from data.lm import load_lm
-    from pipelines.report import add_jsonl, machine
+    from pipelines.report import keep
 
     cli.at_least_one(("repeats", repeats), ("threads", threads), ("contexts", min(contexts, default=0)))
     configs = _configs(budget, predictor, assistant)
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")
     rows = [row for context in contexts for row in _rows(lm, configs, context, repeats)]
-    if out is not None:
-        add_jsonl(Path(out), [{**row, "model": Path(model).name, **machine()} for row in rows])
-    record(ledger, rows, model=Path(model).name)
+    keep(rows, model, out, ledger)
     print(f"{'prompt':>8} {'cache':<10} {'ms':>9} {'of stock':>9} {'packing, ms':>12}")
     for row in rows:
         print(

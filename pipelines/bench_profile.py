@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pipelines import cli
-from pipelines.ledger import quantiles, record
+from pipelines.ledger import quantiles
 
 STAGES = ("classes", "attention", "profile", "choice")
 
@@ -41,7 +40,7 @@ def profile(
     from fade_runtime import FadeConfig, create_tiered_cache
     from fade_runtime.hf import forward_kwargs
     from pipelines.generate import builtin_prompt
-    from pipelines.report import add_jsonl, machine
+    from pipelines.report import keep
 
     cli.at_least_one(("context", context), ("steps", steps), ("threads", threads))
     torch.set_num_threads(threads)
@@ -85,9 +84,7 @@ def profile(
         "policies": named(found),
         "compression": cache.memory_report()["compression"],
     }
-    if out is not None:
-        add_jsonl(Path(out), [{**row, "model": Path(model).name, "threads": threads, **machine()}])
-    record(ledger, [row], model=Path(model).name)
+    keep([row], model, out, ledger)
     print(f"prompt of {context:,} tokens and {steps} more: {total:.1f} s")
     for stage in STAGES:
         print(f"{stage:<10} {1e3 * seconds[stage]:>8.1f} ms {seconds[stage] / total:>8.3%}")

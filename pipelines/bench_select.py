@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.ledger import quantiles, record
+from pipelines.ledger import quantiles
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def select(
     import torch
 
     from data.lm import load_lm
-    from pipelines.report import add_jsonl, machine
+    from pipelines.report import keep
 
     cli.at_least_one(("threads", threads), ("contexts", min(contexts, default=0)))
     configs = _configs(budget, predictor)
@@ -55,9 +54,7 @@ def select(
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")
     rows = [_row(lm, name, config, context, steps) for context in contexts for name, config in configs.items()]
-    if out is not None:
-        add_jsonl(Path(out), [{**row, "model": Path(model).name, **machine()} for row in rows])
-    record(ledger, rows, model=Path(model).name)
+    keep(rows, model, out, ledger)
     print(f"{'context':>8} {'policy':<10} {'ms/step':>8} {'ms/choice':>10} {'choices':>8} {'share of decoding':>18}")
     for row in rows:
         print(

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipelines.ledger import processor
+from pipelines.ledger import processor, record
 from pipelines.measure import FULL, Measured
 
 MIB = 2**20
@@ -175,6 +175,20 @@ def add_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Add one JSON object a line to what is there."""
     with open(path, "a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def keep(rows: Sequence[Mapping[str, Any]], model: str, out: str | None, ledger: str | None) -> None:
+    """Add a benchmark's rows to the files that are named.
+
+    Args:
+        rows: to add. model: directory or hub id that they were measured with. out: file of JSON lines, which also get
+            what the numbers were measured with. ledger: see :func:`pipelines.ledger.record`.
+    """
+    name = Path(model).name
+    if out is not None:
+        here = {"model": name, **machine()}
+        add_jsonl(Path(out), [{**row, **here} for row in rows])
+    record(ledger, rows, model=name)
 
 
 def report(run: Mapping[str, Any], documents: Sequence[Mapping[str, Any]], plots: Mapping[str, str]) -> str:
