@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fade_runtime.options import TOP_K, check_together, whole
 from fade_runtime.packed import Bits
 from fade_runtime.policy import POLICIES
-from fade_runtime.quant import PAGE
+from fade_runtime.quant import PAGE_TOKENS
 from fade_runtime.tiers import Tier
 from predictor.certificate import SHARE, choose_rung
 from predictor.errors import FadeError
@@ -52,9 +52,7 @@ class FadeConfig:
         middle_k_bits, middle_v_bits: bits of keys and values in the INT4 tier: 2, 4 or 8.
         low_k_bits, low_v_bits: bits of keys and values in the low tier, no more than in the INT4 tier.
         page_tokens: kept tokens of a kv head that share the scales of their keys, 8 to 64. Fewer are more exact and
-            take more bytes. On SmolLM2-135M 32 in place of 64: ``safe`` KL .0017 at 3.1x, not .0026 at 3.2x; at 6x,
-            where as many bytes then hold 5 % fewer tokens, text .0030, not .0034, retrieval .016, not .021; at 10x
-            .0103, not .0089.
+            take more bytes, more are faster to read.
         codebook: for "pq": a directory written by `python -m pipelines.train_codebook`, or a loaded codebook.
         tau, low_tau: shares of a kv head's score, in (0, 1]: the INT4 tier takes no more of the best tokens than hold
             ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
@@ -122,7 +120,7 @@ class FadeConfig:
     middle_v_bits: int = 4
     low_k_bits: int | None = None
     low_v_bits: int = 2
-    page_tokens: int = PAGE
+    page_tokens: int = PAGE_TOKENS
     codebook: str | Path | CodebookSet | None = None
     tau: float | None = None
     low_tau: float | None = None

@@ -264,7 +264,7 @@ class TieredLayer(CacheLayerMixin):
         body = [tokens.state for tokens in self.tokens.body() if len(tokens)]
         for state, received in zip((self.tokens.full.state, *body), (to_full, *to_body)):
             assert state is not None
-            (state if decay == 1 else state.mul_(decay)).add_(received)
+            torch.add(received, state, alpha=decay, out=state)
 
     def _begin(
         self, query: Tensor, scaling: float, upto: int, plain: bool = False, mask: Tensor | None = None

@@ -36,12 +36,13 @@ class PackedTokens:
 
     Attributes:
         key_codes, value_codes: [T4, D * bits / 8] uint8. low_key_codes, low_value_codes: [T2, D * bits / 8] uint8.
-        key_scale, key_zero: [P, D] float16, of the INT4 tier's codes.
+        key_scale, key_zero: [P, D] uint8, key_reach: [P, 3] float16: scale and zero of the INT4 tier's codes, as
+            :func:`fade_runtime.quant.page_affine` writes them.
         value_scale, value_zero: [T, groups] float16, of the INT4 tier's codes.
         page_len, page_low, page_row, page_slot: [P] int32: tokens left in a page, how many of them are low, its row,
             and the slot of its first token.
         offset: [T] slot of a token less its page's ``page_slot``, in the smallest integer type that holds it.
-        bits: of the codes.
+        bits: of the codes. page_tokens: most tokens of a page.
         state: [T] float32 statistics of the policy, or None.
         pq_codes: [T, n] uint8 product-quantised form that a token will be demoted to, or None.
     """
@@ -52,6 +53,7 @@ class PackedTokens:
     low_value_codes: Tensor
     key_scale: Tensor
     key_zero: Tensor
+    key_reach: Tensor
     value_scale: Tensor
     value_zero: Tensor
     page_len: Tensor
@@ -60,10 +62,11 @@ class PackedTokens:
     page_slot: Tensor
     offset: Tensor
     bits: Bits = DEFAULT_BITS
+    page_tokens: int = quant.PAGE
     state: Tensor | None = None
     pq_codes: Tensor | None = None
 
-    PER_PAGE: ClassVar = ("key_scale", "key_zero", "page_len", "page_low", "page_row", "page_slot")
+    PER_PAGE: ClassVar = ("key_scale", "key_zero", "key_reach", "page_len", "page_low", "page_row", "page_slot")
     PER_HIGH: ClassVar = ("key_codes", "value_codes")
     PER_LOW: ClassVar = ("low_key_codes", "low_value_codes")
 
@@ -81,12 +84,14 @@ class PackedTokens:
         bits: Bits = DEFAULT_BITS,
         state: bool = False,
         pq: int = 0,
+        page_tokens: int = quant.PAGE,
     ) -> PackedTokens:
         """No tokens, of head dim ``dim``, with or without statistics and ``pq`` product-quantised codes."""
         none = torch.zeros(0, dtype=torch.long, device=device)
         key, value = (torch.zeros(0, width, device=device) for width in (dim, value_dim or dim))
         codes = torch.zeros(0, pq, dtype=torch.uint8, device=device) if pq else None
-        return pack_tokens(key, value, none, none, key[:, 0] if state else None, bits=bits, pq_codes=codes)
+        given = key, value, none, none, key[:, 0] if state else None
+        return pack_tokens(*given, bits=bits, pq_codes=codes, page_tokens=page_tokens)
 
     @functools.cached_property
     def derived(self) -> dict[str, Tensor]:
@@ -97,6 +102,15 @@ class PackedTokens:
         """Every stored tensor by its name."""
         stored = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a page's tile in a kernel: a power of two, at least 16."""
+        return max(16, 1 << (self.page_tokens - 1).bit_length())
+
+    def key_params(self, pages: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero of the keys' channels in some pages, [p, D] float32."""
+        return quant.page_params(self.key_scale[pages], self.key_zero[pages], self.key_reach[pages])
 
     def token_page(self) -> Tensor:
         """[T] int64: the page of each token."""
@@ -169,7 +183,7 @@ class PackedTokens:
             return self if len(self) else other
         theirs = other.tensors()
         joined: dict[str, Any] = {name: torch.cat((t, theirs[name])) for name, t in self.tensors().items()}
-        both = replace(self, **joined)
+        both = replace(self, **joined, page_tokens=max(self.page_tokens, other.page_tokens))
         owner = torch.cat((self.token_row(), other.token_row()))
         low = torch.cat((self.low(), other.low()))
         pages = torch.cat((self.page_row, other.page_row))
@@ -233,9 +247,8 @@ def pack_tokens(
     page = opens.cumsum(0) - 1  # [T]
     page_row = rows[opens].to(torch.int32)
     page_len = torch.bincount(page, minlength=len(page_row)).to(torch.int32)
-    key_codes, key_scale, key_zero, value_codes, value_scale, value_zero = _quantiser(key.device)(
-        key, value, page_len, bits
-    )
+    quantised = _quantiser(key.device)(key, value, page_len, bits)
+    key_codes, key_scale, key_zero, key_reach, value_codes, value_scale, value_zero = quantised
     page_slot = slots[opens]
     packed = PackedTokens(
         key_codes=key_codes,
@@ -244,6 +257,7 @@ def pack_tokens(
         low_value_codes=key_codes.new_empty(0, value.shape[1] * bits.low_value // 8),
         key_scale=key_scale,
         key_zero=key_zero,
+        key_reach=key_reach,
         value_scale=value_scale,
         value_zero=value_zero,
         page_len=page_len,
@@ -252,6 +266,7 @@ def pack_tokens(
         page_slot=page_slot.to(torch.int32),
         offset=_smallest(slots - page_slot[page]),
         bits=bits,
+        page_tokens=page_tokens,
         state=None if state is None else state.float(),
         pq_codes=pq_codes,
     )
@@ -275,7 +290,8 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> tuple[
         key, value: [T, D] in any float dtype. page_len: [P] tokens of each page. bits: those of the INT4 tier are used.
 
     Returns:
-        key codes [T, D * bits / 8], their scale and zero [P, D]; value codes, their scale and zero [T, groups].
+        key codes [T, D * bits / 8], their scale and zero [P, D] and reach [P, 3]; value codes, their scale and zero
+        [T, groups].
     """
     pages = torch.arange(len(page_len), device=key.device)
     page = pages.repeat_interleave(page_len.long(), output_size=len(key))

@@ -1,7 +1,8 @@
 """The storage format in plain torch: rotation, groups, codes. Kernels must agree with this file.
 
 A body token is stored after a Hadamard rotation over the head dim, asymmetrically in 2, 4 or 8 bits: keys share a
-scale per channel over a page of up to 64 kept tokens, values share a scale per token over groups of channels.
+scale per channel over a page of up to 64 kept tokens, values share a scale per token over groups of channels. The
+scales and zeros of a page's channels are stored in 8 bits themselves.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import functools
 import torch
 from torch import Tensor
 
-PAGE = 64  # kept tokens that share a key scale
+PAGE, PAGE_TOKENS = 64, 32  # kept tokens that share a key scale: at most, and unless told otherwise
 GROUP = 64  # channels of a value that share a scale, at most
 LEVELS = {bits: (1 << bits) - 1 for bits in (2, 4, 8)}
-PARAMS = torch.float16  # scales and zeros
+PARAMS = torch.float16  # scales and zeros of values, and what those of a page's channels are relative to
 
 
 @functools.lru_cache(maxsize=32)
@@ -101,8 +102,51 @@ def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     Returns:
         scale and zero, rounded to :data:`PARAMS`; a group of equal values has the scale 0.
     """
+    low, high = _rimmed(low, high, bits)
     zero = low.to(PARAMS)
     return ((high - zero.float()).clamp(min=0) / LEVELS[bits]).to(PARAMS), zero
+
+
+def _rimmed(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """What the levels of a group are to span: with 8 bits more, so that those of their highest 4 end at both ends."""
+    rim = (high - low) / 32 if bits == 8 else 0.0
+    return low - rim, high + rim
+
+
+def page_affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale and zero of the channels of pages that span ``low`` to ``high`` [P, D], in 8 bits (:func:`page_params`).
+
+    A zero is rounded down and a scale up, so that the levels reach both ends.
+
+    Returns:
+        scale and zero [P, D] uint8; reach [P, 3] float16: largest scale, smallest zero, largest zero less that.
+
+    Example:
+        >>> low, high = torch.tensor([[-1.0, 0.0, 2.0]]), torch.tensor([[2.0, 0.0, 2.3]])
+        >>> scale, zero = page_params(*page_affine(low, high, 4))
+        >>> [[round(x, 2) for x in each.flatten().tolist()] for each in (zero, zero + 15 * scale)]
+        [[-1.0, 0.0, 2.0], [2.0, 0.0, 2.31]]
+    """
+    low, high = _rimmed(low, high, bits)
+    least = low.amin(-1, keepdim=True).to(PARAMS)
+    spread = (low.amax(-1, keepdim=True) - least.float()).clamp(min=0).to(PARAMS)
+    zero = _share(low - least.float(), spread).floor().clamp_(0, 255)
+    start = least.float() + zero * (spread.float() / 255)
+    step = (high - start).clamp(min=0) / LEVELS[bits]
+    most = step.amax(-1, keepdim=True).to(PARAMS)
+    scale = _share(step, most).ceil().clamp_(0, 255)
+    return scale.to(torch.uint8), zero.to(torch.uint8), torch.cat((most, least, spread), dim=-1)
+
+
+def _share(x: Tensor, whole: Tensor) -> Tensor:
+    """Parts of 255 that x is of the whole; 0 of nothing."""
+    return x * 255 / torch.where(whole > 0, whole.float(), torch.inf)
+
+
+def page_params(scale: Tensor, zero: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+    """Read what :func:`page_affine` wrote: scale and zero [P, D] float32."""
+    most, least, spread = reach.float()[..., None].unbind(-2)  # [P, 1] each
+    return scale * (most / 255), zero * (spread / 255) + least
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -141,17 +185,18 @@ def quantise_values(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return pack(codes.flatten(-2), bits), scale, zero
 
 
-def quantise_keys(x: Tensor, page: Tensor, pages: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantise_keys(x: Tensor, page: Tensor, pages: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise keys [T, D], each channel of a page by itself.
 
     Args:
         x: [T, D] float. page: [T] which page a token belongs to. pages: their number. bits: 2, 4 or 8.
 
     Returns:
-        packed codes uint8 [T, D * bits / 8], scale and zero [pages, D].
+        packed codes uint8 [T, D * bits / 8]; scale, zero and reach of the pages, as of :func:`page_affine`.
     """
     where = page[:, None].expand_as(x)
     low = x.new_full((pages, x.shape[1]), torch.inf).scatter_reduce_(0, where, x, "amin")
     high = x.new_full((pages, x.shape[1]), -torch.inf).scatter_reduce_(0, where, x, "amax")
-    scale, zero = affine(low, high, bits)
-    return pack(encode(x, scale[page], zero[page], bits), bits), scale, zero
+    stored = page_affine(low, high, bits)
+    scale, zero = page_params(*stored)
+    return pack(encode(x, scale[page], zero[page], bits), bits), *stored

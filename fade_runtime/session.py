@@ -30,7 +30,7 @@ from predictor.errors import FadeError
 from predictor.files import sha256_file, write_aside
 from predictor.provenance import check_provenance, model_provenance
 
-VERSION = 2  # 1 read low codes as levels that end at both ends of their range
+VERSION = 3  # 2 had key scales in 16 bits; 1 read low codes as levels that end at both ends of their range
 TENSORS, FACTS = "session.safetensors", "session.json"
 NAMED = ("tokenizer", "assistant", "spill_dir")  # options that are stored by where they were loaded from
 IDS = "text.ids"  # of the tokens, where the cache reads the text

@@ -82,13 +82,9 @@ class TokenStore:
         self.config = config
         self.full = FullTokens(key[:, :, :0], value[:, :, :0], slots, statistics)
         self.packed = PackedTokens.empty(
-            dim,
-            key.device,
-            value_dim=value.shape[3],
-            bits=config.bits,
-            state=state,
+            dim, key.device, value_dim=value.shape[3], bits=config.bits, page_tokens=config.page_tokens, state=state,
             pq=0 if codebook is None else codebook.width,
-        )
+        )  # fmt: skip
         self.pq: PQTokens | None = None
         if codebook is not None:
             from fade_runtime.pq import PQTokens

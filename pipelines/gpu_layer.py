@@ -60,15 +60,15 @@ def random_layer(
     Example:
         >>> layer = random_layer(torch.device("cpu"), 2, 100, 4, 3, 64)
         >>> layer.length, layer.packed.page_len.tolist(), layer.packed.page_row.tolist()
-        (104, [64, 36, 64, 36], [0, 0, 1, 1])
+        (104, [32, 32, 32, 4, 32, 32, 32, 4], [0, 0, 0, 0, 1, 1, 1, 1])
     """
     generator = torch.Generator(device).manual_seed(0)
-    bits, groups = Bits(), quant.value_groups(dim)
-    whole, rest = divmod(tokens, quant.PAGE)
-    lengths = torch.tensor([quant.PAGE] * whole + [rest] * (rest > 0), dtype=torch.int32, device=device).repeat(rows)
+    bits, groups, page = Bits(), quant.value_groups(dim), quant.PAGE_TOKENS
+    whole, rest = divmod(tokens, page)
+    lengths = torch.tensor([page] * whole + [rest] * (rest > 0), dtype=torch.int32, device=device).repeat(rows)
     pages, total, per_row = len(lengths), rows * tokens, len(lengths) // rows
     lows = lengths // 2 if low else torch.zeros_like(lengths)
-    few = rows * (whole * (quant.PAGE // 2) + rest // 2) if low else 0
+    few = rows * (whole * (page // 2) + rest // 2) if low else 0
 
     def codes(count: int, width: int) -> Tensor:
         return torch.randint(256, (count, dim * width // 8), generator=generator, dtype=torch.uint8, device=device)
@@ -77,7 +77,9 @@ def random_layer(
         scale = 0.25 + 0.1 * torch.rand(count, width, generator=generator, device=device)
         return scale.to(quant.PARAMS), (-7.5 * scale).to(quant.PARAMS)
 
-    key_scale, key_zero = scales(pages, dim)
+    def parts(least: int) -> Tensor:
+        return torch.randint(least, 256, (pages, dim), generator=generator, device=device).to(torch.uint8)
+
     value_scale, value_zero = scales(total, groups)
     at = torch.arange(tokens, device=device)
     packed = PackedTokens(
@@ -85,16 +87,18 @@ def random_layer(
         value_codes=codes(total - few, bits.value),
         low_key_codes=codes(few, bits.low_key),
         low_value_codes=codes(few, bits.low_value),
-        key_scale=key_scale,
-        key_zero=key_zero,
+        key_scale=parts(180),
+        key_zero=parts(0),
+        key_reach=torch.tensor([[0.35, -2.6, 0.75]], device=device).to(quant.PARAMS).repeat(pages, 1),
         value_scale=value_scale,
         value_zero=value_zero,
         page_len=lengths,
         page_low=lows,
         page_row=torch.arange(rows, dtype=torch.int32, device=device).repeat_interleave(per_row),
-        page_slot=(torch.arange(pages, dtype=torch.int32, device=device) % per_row) * quant.PAGE,
-        offset=(at % quant.PAGE).to(torch.uint8).repeat(rows),
+        page_slot=(torch.arange(pages, dtype=torch.int32, device=device) % per_row) * page,
+        offset=(at % page).to(torch.uint8).repeat(rows),
         bits=bits,
+        page_tokens=page,
     )
     wide = [torch.randn(rows, n, dim, generator=generator, device=device).half() for n in (queries, full, full)]
     return Layer(wide[0] * dim**-0.5, wide[1], wide[2], packed)

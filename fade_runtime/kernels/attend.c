@@ -21,7 +21,8 @@ typedef struct {
     int64_t pages, key_bits, value_bits, low_key_bits, low_value_bits;
     const int32_t *page_len, *page_low, *page_row;
     const uint8_t *key_codes, *value_codes, *low_key_codes, *low_value_codes;
-    const uint16_t *key_scale, *key_zero, *value_scale, *value_zero; /* float16 */
+    const uint8_t *key_scale, *key_zero;
+    const uint16_t *key_reach, *value_scale, *value_zero; /* float16 */
     const float *bias;              /* [tokens, queries], or NULL */
     float *mass;                    /* [tokens]; written if there are weights */
 } packed;
@@ -109,21 +110,26 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
                         int64_t low, float *scratch, float *line, int64_t stride) {
     const int64_t few = part->page_low[page], many = part->page_len[page] - few;
     float *scale = scratch, *zero = scale + dim, *folded = zero + dim, *low_folded = folded + BLOCK * dim;
-    float *tile = low_folded + BLOCK * dim, constant[BLOCK], low_constant[BLOCK];
+    float *tile = low_folded + BLOCK * dim, constant[BLOCK], low_constant[BLOCK], reach[3];
     const int bits = (int)part->key_bits, low_bits = (int)part->low_key_bits;
     const float step = step_of(bits, low_bits), rest = (step - 1) / 2;
-    to_float(part->key_scale + page * dim, dim, scale);
-    to_float(part->key_zero + page * dim, dim, zero);
+    to_float(part->key_reach + page * 3, 3, reach);
+    from_bytes(part->key_scale + page * dim, dim, reach[0] / 255.0f, 0.0f, scale);
+    from_bytes(part->key_zero + page * dim, dim, reach[2] / 255.0f, reach[1], zero);
     for (int q = 0; q < count; q++) {
         vec offset = {0}, scales = {0};
         for (int64_t d = 0; d < dim; d += LANES) {
-            const vec mine = load(query + q * dim + d), part = mine * load(scale + d);
-            store(folded + q * dim + d, part);
-            if (few) store(low_folded + q * dim + d, part * step);
-            offset += mine * load(zero + d), scales += part;
+            const vec mine = load(query + q * dim + d);
+            store(folded + q * dim + d, mine * load(scale + d));
+            offset += mine * load(zero + d);
         }
         constant[q] = total(offset);
-        low_constant[q] = constant[q] + rest * total(scales);
+        for (int64_t d = 0; d < dim && few; d += LANES) {
+            const vec mine = load(folded + q * dim + d);
+            store(low_folded + q * dim + d, mine * step);
+            scales += mine;
+        }
+        low_constant[q] = few ? constant[q] + rest * total(scales) : 0.0f;
     }
     const uint8_t *codes = part->key_codes + high * bytes_of(bits, dim);
     const uint8_t *low_codes = part->low_key_codes + low * bytes_of(low_bits, dim);
@@ -131,9 +137,9 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
     if (few) code_dots(low_codes, low_bits, few, dim, low_folded, low_constant, count, line + many, stride, tile);
 }
 
-/* Float16 [n, groups] -> float32 [groups, PAGE], zero after n. */
+/* Float16 [n, groups] -> float32 [groups, PAGE], zero from n to the end of a vector. */
 static void by_group(const uint16_t *from, int64_t n, int64_t groups, float *scratch, float *to) {
-    memset(to, 0, sizeof(float) * (size_t)(PAGE * groups));
+    for (int64_t g = 0; g < groups; g++) store(to + g * PAGE + (n - 1) / LANES * LANES, (vec){0}); /* the last vector */
     to_float(from, n * groups, groups == 1 ? to : scratch);
     for (int64_t t = 0; t < n && groups > 1; t++)
         for (int64_t g = 0; g < groups; g++) to[g * PAGE + t] = scratch[t * groups + g];

@@ -94,6 +94,12 @@ static void to_float(const uint16_t *restrict from, int64_t count, float *restri
     }
 }
 
+/* to[i] = step * from[i] + least, count a multiple of NARROW. */
+static void from_bytes(const uint8_t *from, int64_t count, float step, float least, float *to) {
+    for (int64_t i = 0; i < count; i += NARROW)
+        store_narrow(to + i, __builtin_convertvector(widen(from + i), narrow) * step + least);
+}
+
 /* exp(x) for x <= 0: 2^k * 2^f, f in [-1/2, 1/2], relative error below 3e-7; 0 below 2^-126. */
 inlined vec exp_negative(vec x) {
     const vec y = x * 1.44269504088896341f;

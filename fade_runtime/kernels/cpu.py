@@ -85,7 +85,7 @@ def build() -> Path:
 
 _TABLES = (
     "page_len", "page_low", "page_row", "key_codes", "value_codes", "low_key_codes", "low_value_codes",
-    "key_scale", "key_zero", "value_scale", "value_zero",
+    "key_scale", "key_zero", "key_reach", "value_scale", "value_zero",
 )  # fmt: skip
 
 

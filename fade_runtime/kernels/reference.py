@@ -113,8 +113,9 @@ def packed_scores(query: Tensor, packed: PackedTokens) -> Tensor:
     unpacked = _Unpacked(packed, "key")
     for pages, index, real, tokens in _page_chunks(packed):
         mine = query[packed.page_row[pages].long()]  # [p, Q, D]
-        folded = mine * packed.key_scale[pages, None].to(query.dtype)
-        offset = mine @ packed.key_zero[pages, :, None].to(query.dtype)  # [p, Q, 1]
+        scale, zero = packed.key_params(pages)
+        folded = mine * scale[:, None].to(query.dtype)
+        offset = mine @ zero[:, :, None].to(query.dtype)  # [p, Q, 1]
         codes = _by_page(unpacked, index, tokens, query.dtype)
         block = (folded @ codes.transpose(1, 2) + offset).transpose(1, 2)  # [p, 64, Q]
         scores[tokens] = block.flatten(0, 1) if index is None else block[real]
@@ -254,9 +255,8 @@ def _packed_keys(packed: PackedTokens) -> Callable[[slice], Tensor]:
     page, codes = packed.token_page(), _Unpacked(packed, "key")
 
     def decode(tokens: slice) -> Tensor:
-        pages = page[tokens]
-        keys = codes(tokens, torch.float32) * packed.key_scale[pages].float() + packed.key_zero[pages].float()
-        return quant.hadamard(keys)
+        scale, zero = packed.key_params(page[tokens])
+        return quant.hadamard(codes(tokens, torch.float32) * scale + zero)
 
     return decode
 

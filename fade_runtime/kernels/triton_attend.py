@@ -24,8 +24,9 @@ from fade_runtime.kernels.triton_codes import (
     PAGE,
     capped,
     load_codes,
+    load_params,
     load_rows,
-    load_vector,
+    load_units,
     online_softmax,
 )
 from fade_runtime.kernels.triton_turn import turned_scores
@@ -116,12 +117,15 @@ def full_piece(row, first, last, number, queries, length, key_step, value_step, 
 
 @triton.jit
 def page_scores(query, codes, stored, page, keys):
-    """Dot products [q, 64] of rotated queries, a tuple of parts [q, tile], with a page's keys."""
-    scores = tl.zeros((query[0].shape[0], PAGE), tl.float32)
+    """Dot products [q, page] of rotated queries, a tuple of parts [q, tile], with a page's keys."""
+    scores = tl.zeros((query[0].shape[0], keys.page), tl.float32)
+    unit, least, zero_unit = load_units(stored.key_reach, page)
     for f in tl.static_range(keys.parts):
-        scale = load_vector(stored.key_scale + page * keys.dim, f, keys).to(keys.short)
-        zero = load_vector(stored.key_zero + page * keys.dim, f, keys).to(keys.short)
-        zeros = tl.broadcast_to(zero[:, None], (keys.tile, PAGE))  # a product costs less than a sum over threads
+        column = tl.arange(0, keys.tile)
+        at, real = page * keys.dim + f * keys.width + column, column < keys.width
+        scale = load_params(stored.key_scale + at, real, unit, 0.0).to(keys.short)
+        zero = load_params(stored.key_zero + at, real, zero_unit, least).to(keys.short)
+        zeros = tl.broadcast_to(zero[:, None], (keys.tile, keys.page))  # a product costs less than a sum over threads
         scores = tl.dot(query[f] * scale[None, :], tl.trans(codes[f]), scores, input_precision=EXACT)
         scores = tl.dot(query[f], zeros, scores, input_precision=EXACT)
     return scores
@@ -129,13 +133,13 @@ def page_scores(query, codes, stored, page, keys):
 
 @triton.jit
 def weigh_values(acc, offsets, probs, factor, codes, stored, token, there, gain, values):
-    """Add a page's values, weighted by ``probs`` [q, 64], to what was summed before.
+    """Add a page's values, weighted by ``probs`` [q, page], to what was summed before.
 
     Args:
         acc: of codes times scale and ``gain``, a tuple of parts [q, tile]. offsets: of zeros, a tuple of groups [q].
         gain: keeps products of small scales and small probabilities in the range of float16.
     """
-    steps = tl.arange(0, PAGE)
+    steps = tl.arange(0, values.page)
     scales = stored.value_scale + token.to(tl.int64) * values.groups + steps * values.groups
     zeros = stored.value_zero + token.to(tl.int64) * values.groups + steps * values.groups
     weights, new_offsets, new = (), (), ()
@@ -172,7 +176,7 @@ def packed_piece(row, page, pages, token, low, number, queries, ask, stored, key
     for at in range(page, page + pages):
         count, few = tl.load(stored.page_len + at), tl.load(stored.page_low + at)
         many, high = count - few, token - low
-        steps = tl.arange(0, PAGE)
+        steps = tl.arange(0, keys.page)
         t, there = token + steps, steps < count
         if turn.on:
             scores = turned_scores(query, stored, at, high, low, many, count, t, there, keys, turn)

@@ -49,6 +49,7 @@ class Stored(NamedTuple):
     low_value_codes: Any
     key_scale: Any
     key_zero: Any
+    key_reach: Any
     value_scale: Any
     value_zero: Any
     limits: Any
@@ -57,7 +58,7 @@ class Stored(NamedTuple):
     def of(cls, packed: PackedTokens) -> Stored:
         """Take them from packed tokens."""
         if "limits" not in packed.derived:
-            scales = packed.key_scale, packed.value_scale
+            scales = packed.key_reach[:, 0], packed.value_scale
             key, value = (torch.nn.functional.pad(each.flatten(), (0, 1)).amax().float() for each in scales)
             key, value = key.clamp(min=2**-24), value.clamp(min=2**-24)
             limit, gain = (6e4 / key).clamp(max=6e4), (1024 / value).log2().floor().exp2()
@@ -73,7 +74,7 @@ class Parts(NamedTuple):
         dim: channels. parts, width: their number, and channels of each. tile: columns of the tile of a part.
         bits, low_bits: of the codes of both tiers. levels, low_levels: their largest codes.
         high, low: whether there are tokens in each tier.
-        groups: channel groups of a value that share a scale; a part lies within one.
+        groups: channel groups of a value that share a scale; a part lies within one. page: tokens of a page's tile.
         short: dtype that codes are multiplied in: float32 under a float32 model, else float16, which holds any code.
         words: unpack four bytes at once, in PTX.
     """
@@ -89,6 +90,7 @@ class Parts(NamedTuple):
     high: Any
     low: Any
     groups: Any
+    page: Any
     short: Any
     words: Any
 
@@ -103,7 +105,7 @@ class Parts(NamedTuple):
         width = dim // parts
         sizes = (dim, parts, width, padded(width), bits, low_bits, quant.LEVELS[bits], quant.LEVELS[low_bits])
         short = tl.float32 if exact else tl.float16
-        fixed = (*sizes, len(codes) > 0, len(low_codes) > 0, groups, short, WORDS and not exact)
+        fixed = (*sizes, len(codes) > 0, len(low_codes) > 0, groups, packed.tile, short, WORDS and not exact)
         return cls._make(constants(*fixed))
 
 
@@ -135,10 +137,22 @@ def load_rows(rows, real, limit, c):
 
 
 @triton.jit
-def load_vector(row, f: tl.constexpr, c):
-    """Part ``f`` [tile] of a row of float16 numbers."""
-    columns = tl.arange(0, c.tile)
-    return tl.load(row + f * c.width + columns, mask=columns < c.width, other=0.0)
+def units(most, least, spread):
+    """Unit of a page's scales, least of its zeros, their unit: see :func:`fade_runtime.quant.page_params`."""
+    return most.to(tl.float32) / 255.0, least.to(tl.float32), spread.to(tl.float32) / 255.0
+
+
+@triton.jit
+def load_units(reach, page):
+    """The same, from where they are stored."""
+    reach += page * 3
+    return units(tl.load(reach), tl.load(reach + 1), tl.load(reach + 2))
+
+
+@triton.jit
+def load_params(at, real, unit, least):
+    """Scales or zeros at pointers [n], in float32; ``least`` where not ``real``."""
+    return tl.load(at, mask=real, other=0).to(tl.float32) * unit + least
 
 
 @triton.constexpr_function
@@ -169,7 +183,7 @@ def unpack(tile, shift: tl.constexpr, levels: tl.constexpr, c):
 
 @triton.jit
 def load_field(codes, first, steps, real, f: tl.constexpr, bits: tl.constexpr, levels: tl.constexpr, c):
-    """Codes of part ``f`` [64, tile] of the tokens ``first + steps``; zero where not ``real`` [64]."""
+    """Codes of part ``f`` [n, tile] of the tokens ``first + steps`` [n]; zero where not ``real`` [n]."""
     columns = tl.arange(0, c.tile)
     stride: tl.constexpr = c.dim * bits // 8  # bytes of a token; byte i holds channels i, i + stride, ...
     start: tl.constexpr = c.width * f % stride
@@ -191,20 +205,20 @@ def load_field(codes, first, steps, real, f: tl.constexpr, bits: tl.constexpr, l
 
 @triton.jit
 def middles(few, is_low, levels: tl.constexpr, low_levels: tl.constexpr):
-    """Low codes [64, n] in units of the INT4 tier's scale (:func:`fade_runtime.quant.middle`); zero where not low."""
+    """Low codes [page, n] in units of the INT4 tier's scale (:func:`fade_runtime.quant.middle`); zero where not low."""
     step: tl.constexpr = (levels + 1) // (low_levels + 1)
     return tl.where(is_low[:, None], few * step + (step - 1) * 0.5, 0.0)
 
 
 @triton.jit
 def load_codes(codes, low_codes, high, low, many, count, c):
-    """Codes of a page, in units of the INT4 tier's scale: parts [64, tile], zero past ``count``.
+    """Codes of a page, in units of the INT4 tier's scale: parts [page, tile], zero past ``count``.
 
     Args:
         codes, low_codes: of both tiers. high, low: places of the page's first tokens among those of their tiers.
         many: tokens of the page in the INT4 tier, which come first. count: tokens of the page. c: :class:`Parts`.
     """
-    steps = tl.arange(0, PAGE)
+    steps = tl.arange(0, c.page)
     is_low = (steps >= many) & (steps < count)
     parts = ()
     for f in tl.static_range(c.parts):
@@ -223,7 +237,7 @@ def load_codes(codes, low_codes, high, low, many, count, c):
 
 @triton.jit
 def plain_codes(codes, first, steps, there, channel, dim: tl.constexpr, bits: tl.constexpr, levels: tl.constexpr):
-    """Codes [64, n] of some channels [n] of the tokens ``first + steps``, in float32; zero where not ``there``."""
+    """Codes [t, n] of some channels [n] of the tokens ``first + steps``, in float32; zero where not ``there``."""
     stride: tl.constexpr = dim * bits // 8
     row = codes + first.to(tl.int64) * stride + steps[:, None] * stride
     mask = there[:, None] & (channel < dim)[None, :]

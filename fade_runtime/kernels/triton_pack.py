@@ -10,10 +10,22 @@ import triton.language as tl
 from torch import Tensor
 
 from fade_runtime import quant
-from fade_runtime.kernels.triton_codes import CHUNK, EXACT, PAGE, launch, middles, padded, plain_codes, signs
+from fade_runtime.kernels.triton_codes import (
+    CHUNK,
+    EXACT,
+    PAGE,
+    launch,
+    load_params,
+    load_units,
+    middles,
+    padded,
+    plain_codes,
+    signs,
+    units,
+)
 from fade_runtime.packed import Bits, PackedTokens
 
-Quantised = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Quantised = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @triton.jit
@@ -30,16 +42,48 @@ def load_tokens(x, first, there, dim: tl.constexpr, tile: tl.constexpr, power: t
 
 
 @triton.jit
+def rimmed(low, high, levels: tl.constexpr):
+    """What levels are to span: see :func:`fade_runtime.quant.affine`."""
+    if levels == 255:
+        rim = (high - low) / 32
+        low, high = low - rim, high + rim
+    return low, high
+
+
+@triton.jit
 def affine(low, high, levels: tl.constexpr):
     """Scale and zero of groups that span ``low`` to ``high``, in float16: see :func:`fade_runtime.quant.affine`."""
+    low, high = rimmed(low, high, levels)
     zero = low.to(tl.float16)
     scale = tl.div_rn(tl.maximum(high - zero.to(tl.float32), 0.0), levels * 1.0).to(tl.float16)
     return scale, zero
 
 
 @triton.jit
+def share(x, whole):
+    """Parts of 255 that x is of the whole; 0 of nothing."""
+    return tl.div_rn(x * 255.0, tl.where(whole > 0, whole.to(tl.float32), float("inf")))
+
+
+@triton.jit
+def page_affine(low, high, real, levels: tl.constexpr):
+    """Bytes of scale and zero of ``real`` channels [tile], and reach: see :func:`fade_runtime.quant.page_affine`."""
+    low, high = rimmed(low, high, levels)
+    least = tl.min(tl.where(real, low, float("inf")), axis=0).to(tl.float16)
+    spread = tl.max(tl.where(real, low, float("-inf")), axis=0) - least.to(tl.float32)
+    spread = tl.maximum(spread, 0.0).to(tl.float16)
+    zero = tl.floor(share(low - least.to(tl.float32), spread))
+    zero = tl.minimum(tl.maximum(zero, 0.0), 255.0)
+    start = least.to(tl.float32) + zero * tl.div_rn(spread.to(tl.float32), 255.0)
+    step = tl.div_rn(tl.maximum(high - start, 0.0), levels * 1.0)
+    most = tl.max(tl.where(real, step, 0.0), axis=0).to(tl.float16)
+    scale = tl.minimum(tl.maximum(tl.ceil(share(step, most)), 0.0), 255.0)
+    return scale, zero, most, least, spread
+
+
+@triton.jit
 def store_codes(to, x, scale, zero, first, there, dim: tl.constexpr, bits: tl.constexpr, levels: tl.constexpr):
-    """Quantise x [64, tile] under ``scale`` and ``zero``, float16 of its shape, and store packed rows."""
+    """Quantise x [64, tile] under ``scale`` and ``zero`` of its shape, and store packed rows."""
     scale = scale.to(tl.float32)
     steps = tl.div_rn(x - zero.to(tl.float32), tl.where(scale > 0, scale, 1.0))
     steps = tl.minimum(tl.maximum(steps, 0.0), levels * 1.0)
@@ -67,6 +111,7 @@ def pack_keys_kernel(
     codes,
     scales,
     zeros,
+    reach,
     page_first,
     dim: tl.constexpr,
     tile: tl.constexpr,
@@ -81,11 +126,17 @@ def pack_keys_kernel(
     x = load_tokens(key, first, there, dim, tile, power)
     low = tl.min(tl.where(there[:, None], x, float("inf")), axis=0)
     high = tl.max(tl.where(there[:, None], x, float("-inf")), axis=0)
-    scale, zero = affine(low, high, levels)
     channel = tl.arange(0, tile)
+    scale, zero, most, least, spread = page_affine(low, high, channel < dim, levels)
     where = page.to(tl.int64) * dim + channel
-    tl.store(scales + where, scale, mask=channel < dim)
-    tl.store(zeros + where, zero, mask=channel < dim)
+    tl.store(scales + where, scale.to(tl.uint8), mask=channel < dim)
+    tl.store(zeros + where, zero.to(tl.uint8), mask=channel < dim)
+    reach += page * 3
+    tl.store(reach, most)
+    tl.store(reach + 1, least)
+    tl.store(reach + 2, spread)
+    unit, least, zero_unit = units(most, least, spread)
+    scale, zero = scale * unit, zero * zero_unit + least
     scale, zero = tl.broadcast_to(scale[None, :], (PAGE, tile)), tl.broadcast_to(zero[None, :], (PAGE, tile))
     store_codes(codes, x, scale, zero, first, there, dim, bits, levels)
 
@@ -130,6 +181,7 @@ def unpack_kernel(
     low_codes,
     scales,
     zeros,
+    reach,
     page_first,
     low_first,
     by_page: tl.constexpr,
@@ -158,12 +210,16 @@ def unpack_kernel(
             few = plain_codes(low_codes, low, steps - many, is_low, channel, dim, low_bits, low_levels)
             some += middles(few, is_low, levels, low_levels)
         if by_page:
-            where = (page.to(tl.int64) * dim + channel)[None, :]
+            unit, least, zero_unit = load_units(reach, page)
+            where, real = page * dim + channel, channel < dim
+            scale = load_params(scales + where, real, unit, 0.0)[None, :]
+            zero = load_params(zeros + where, real, zero_unit, least)[None, :]
         else:
             where = (first + steps).to(tl.int64)[:, None] * groups + (channel // (dim // groups))[None, :]
-        mask = (steps < count)[:, None] & (channel < dim)[None, :]
-        scale, zero = tl.load(scales + where, mask=mask, other=0.0), tl.load(zeros + where, mask=mask, other=0.0)
-        some = some * scale.to(tl.float32) + zero.to(tl.float32)
+            mask = (steps < count)[:, None] & (channel < dim)[None, :]
+            scale = tl.load(scales + where, mask=mask, other=0.0).to(tl.float32)
+            zero = tl.load(zeros + where, mask=mask, other=0.0).to(tl.float32)
+        some = some * scale + zero
         entries = signs(channel, column, power)
         if out.dtype.element_ty != tl.float32:
             some, entries = some.to(tl.float16), entries.to(tl.float16)
@@ -181,23 +237,25 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quanti
         key, value: [T, D], of any float dtype. page_len: [P] int32 tokens of each page. bits: those of the INT4 tier.
 
     Returns:
-        key codes [T, D * bits / 8], their scale and zero [P, D]; value codes, their scale and zero [T, groups].
+        key codes [T, D * bits / 8], their scale and zero [P, D] and reach [P, 3]; value codes, their scale and zero
+        [T, groups].
     """
     tokens, dim, value_dim, pages = len(key), key.shape[1], value.shape[1], len(page_len)
     codes, value_codes = (
         torch.empty(tokens, width * count // 8, dtype=torch.uint8, device=key.device)
         for width, count in ((dim, bits.key), (value_dim, bits.value))
     )
-    scale, zero = torch.empty(2, pages, dim, dtype=quant.PARAMS, device=key.device)
+    scale, zero = torch.empty(2, pages, dim, dtype=torch.uint8, device=key.device)
+    reach = torch.empty(pages, 3, dtype=quant.PARAMS, device=key.device)
     groups = quant.value_groups(value_dim)
     value_scale, value_zero = torch.empty(2, tokens, groups, dtype=quant.PARAMS, device=key.device)
     fixed, value_fixed = _sizes(dim, bits.key), _sizes(value_dim, bits.value)
-    given: tuple[Any, ...] = (key.contiguous(), codes, scale, zero, _starts(page_len))
+    given: tuple[Any, ...] = (key.contiguous(), codes, scale, zero, reach, _starts(page_len))
     launch(pack_keys_kernel, (pages,), key, *given, *fixed, num_warps=_warps(dim))
     given = (value.contiguous(), value_codes, value_scale, value_zero, tokens, groups)
     grid = (triton.cdiv(tokens, quant.PAGE),)
     launch(pack_values_kernel, grid, value, *given, *value_fixed, num_warps=_warps(value_dim))
-    return codes, scale, zero, value_codes, value_scale, value_zero
+    return codes, scale, zero, reach, value_codes, value_scale, value_zero
 
 
 def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -212,7 +270,7 @@ def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor
         dim = codes.shape[1] * 8 // high
         out = torch.empty(len(packed), dim, dtype=dtype, device=codes.device)
         given: tuple[Any, ...] = (out, codes, low_codes)
-        given += getattr(packed, f"{name}_scale"), getattr(packed, f"{name}_zero"), *starts
+        given += getattr(packed, f"{name}_scale"), getattr(packed, f"{name}_zero"), packed.key_reach, *starts
         fixed = [*_sizes(dim, high), low, quant.LEVELS[low], len(low_codes) > 0]
         given = *given, name == "key", groups, *fixed
         launch(unpack_kernel, (len(packed.page_len),), out, *given, num_warps=_warps(dim))

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fade_runtime.kernels.triton_codes import CHUNK, EXACT, PAGE, middles, plain_codes, signs
+from fade_runtime.kernels.triton_codes import (
+    CHUNK,
+    EXACT,
+    load_params,
+    load_units,
+    middles,
+    plain_codes,
+    signs,
+)
 
 
 class Turn(NamedTuple):
@@ -31,13 +39,14 @@ class Turn(NamedTuple):
 
 @triton.jit
 def page_keys(stored, page, high, low, many, count, keys, turn):
-    """Keys [64, tile] of a page, channel by channel, rotated back by Hadamard; zero past ``count``."""
-    steps, levels, low_levels = tl.arange(0, PAGE), keys.levels, keys.low_levels
+    """Keys [page, tile] of a page, channel by channel, rotated back by Hadamard; zero past ``count``."""
+    steps, levels, low_levels = tl.arange(0, keys.page), keys.levels, keys.low_levels
     is_low = (steps >= many) & (steps < count)
-    out = tl.zeros((PAGE, turn.tile), tl.float32)
+    out = tl.zeros((keys.page, turn.tile), tl.float32)
+    unit, least, zero_unit = load_units(stored.key_reach, page)
     for at in tl.range(0, keys.dim, CHUNK, num_stages=1):
         channel = at + tl.arange(0, CHUNK)
-        some = tl.zeros((PAGE, CHUNK), tl.float32)
+        some = tl.zeros((keys.page, CHUNK), tl.float32)
         if keys.high:
             some += plain_codes(stored.key_codes, high, steps, steps < many, channel, keys.dim, keys.bits, levels)
         if keys.low:
@@ -45,9 +54,10 @@ def page_keys(stored, page, high, low, many, count, keys, turn):
                 stored.low_key_codes, low, steps - many, is_low, channel, keys.dim, keys.low_bits, low_levels
             )
             some += middles(few, is_low, levels, low_levels)
-        scale = tl.load(stored.key_scale + page * keys.dim + channel, mask=channel < keys.dim, other=0.0)
-        zero = tl.load(stored.key_zero + page * keys.dim + channel, mask=channel < keys.dim, other=0.0)
-        some = some * scale.to(tl.float32)[None, :] + zero.to(tl.float32)[None, :]
+        beside, real = page * keys.dim + channel, channel < keys.dim
+        scale = load_params(stored.key_scale + beside, real, unit, 0.0)
+        zero = load_params(stored.key_zero + beside, real, zero_unit, least)
+        some = some * scale[None, :] + zero[None, :]
         entries = signs(channel, tl.arange(0, turn.tile), turn.power).to(keys.short)
         out = tl.dot(some.to(keys.short), entries, out, input_precision=EXACT)
     return out / tl.sqrt(turn.power * 1.0)
@@ -55,7 +65,7 @@ def page_keys(stored, page, high, low, many, count, keys, turn):
 
 @triton.jit
 def turned(key, t, there, turn):
-    """Keys [64, tile] of the tokens ``t`` at their positions: see :func:`predictor.rope.rotate`."""
+    """Keys [n, tile] of the tokens ``t`` [n] at their positions: see :func:`predictor.rope.rotate`."""
     channel = tl.arange(0, turn.tile)
     half: tl.constexpr = turn.width // 2
     if turn.interleaved:
@@ -65,7 +75,7 @@ def turned(key, t, there, turn):
         second = channel >= half
     turns = channel < turn.width
     partner = tl.where(turns, partner, channel)
-    other = tl.gather(key, tl.broadcast_to(partner[None, :], (PAGE, turn.tile)), axis=1)
+    other = tl.gather(key, tl.broadcast_to(partner[None, :], (key.shape[0], turn.tile)), axis=1)
     at = tl.load(turn.positions + t, mask=there, other=0)[:, None] * turn.width + channel[None, :]
     mask = there[:, None] & turns[None, :]
     cos, sin = tl.load(turn.cos + at, mask=mask, other=1.0), tl.load(turn.sin + at, mask=mask, other=0.0)
@@ -74,6 +84,6 @@ def turned(key, t, there, turn):
 
 @triton.jit
 def turned_scores(query, stored, page, high, low, many, count, t, there, keys, turn):
-    """Dot products [q, 64] of queries [q, tile], not rotated by Hadamard, with a page's keys at their positions."""
+    """Dot products [q, page] of queries [q, tile], not rotated by Hadamard, with a page's keys at their positions."""
     key = turned(page_keys(stored, page, high, low, many, count, keys, turn), t, there, turn)
     return tl.dot(query, tl.trans(key.to(keys.short)), input_precision=EXACT)

@@ -162,4 +162,4 @@ def test_another_format_is_named(written: tuple[Path, TieredCache, dict[str, Any
     path, *receiver = written
     facts = {**json.loads((path / FACTS).read_text()), "version": 99}
     other = damaged_copy(path, FACTS, json.dumps(facts).encode())
-    assert_refused(other, *receiver, match="has format 99, this release reads 2; load it with the release")
+    assert_refused(other, *receiver, match="has format 99, this release reads 3; load it with the release")

@@ -61,6 +61,25 @@ def test_reconstruction_is_within_half_a_step(dim: int, data: st.DataObject) -> 
     assert bool((error_value <= 0.5 * step + 1e-3).all())
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@given(seed=st.integers(0, 10_000), pages=st.integers(0, 3), size=st.sampled_from([1e-4, 1.0, 300.0]))
+def test_levels_of_a_page_reach_its_extremes_and_little_further(bits: int, seed: int, pages: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    low = torch.randn(pages, 16, generator=generator) * size
+    high = low + torch.rand(pages, 16, generator=generator) * size
+    stored = quant.page_affine(low, high, bits)
+    assert [t.dtype for t in stored] == [torch.uint8, torch.uint8, torch.float16]
+    scale, zero = quant.page_params(*stored)
+    top, least, spread = stored[2].float()[..., None].unbind(1)
+    rounding = 2**-10 * (top * quant.LEVELS[bits] + least.abs() + spread) + 2**-20  # of float16
+    first, last = (zero + scale * level for level in ((7.5, 247.5) if bits == 8 else (0, quant.LEVELS[bits])))
+    unit = spread / 255 + top * quant.LEVELS[bits] / 255  # of a zero, and of what a scale reaches
+    for inside in (first <= low + rounding, last >= high - rounding):
+        assert bool(inside.all())
+    for little in (first >= low - unit - rounding, last <= high + unit + rounding):
+        assert bool(little.all())
+
+
 LAYOUTS = [Bits(), Bits(4, 4, 2, 2), Bits(8, 8, 4, 2), Bits(4, 2, 4, 2), Bits(8, 4, 8, 4)]
 
 
@@ -82,8 +101,7 @@ def test_demotion_by_code_is_what_few_bits_give_at_once(bits: Bits, data: st.Dat
     page = plain.token_page()
     for name, x, few in (("key", key, bits.low_key), ("value", value, bits.low_value)):
         back = dequantise(packed, torch.float32)[name == "value"]
-        scale, zero = (getattr(plain, f"{name}_{part}").float() for part in ("scale", "zero"))
-        scale, zero = (t[page] if name == "key" else t for t in (scale, zero))
+        scale, zero = plain.key_params(page) if name == "key" else (plain.value_scale.float(), plain.value_zero.float())
         step = scale * 2 ** (getattr(bits, name) - few)
         least = zero + (step - scale) / 2  # the middle of the levels that share the lowest one
         nearest = ((quant.hadamard(x) - least) / step.clamp(min=1e-9)).round().clamp(0, 2**few - 1) * step + least
@@ -104,8 +122,10 @@ def test_smaller_pages_have_finer_scales(lengths: list[int], page: int) -> None:
     expected = [min(page, row - first) for row in lengths for first in range(0, row, page)]
     assert small.page_len.tolist() == expected
     assert torch.equal(small.token_row(), rows)
-    of_small, of_large = (packed.key_scale[packed.token_page()].float() for packed in (small, large))
-    assert bool((of_small <= of_large).all())
+    of_small, of_large = (packed.key_params(packed.token_page())[0] for packed in (small, large))
+    reach = small.key_reach[small.token_page()].float()
+    rounding = (reach[:, :1] + reach[:, 2:] / 15) / 255  # a scale goes up by less, and so does what its zero went down
+    assert bool((of_small <= of_large + rounding + 1e-6).all())
     for mine, theirs in ((small.value_codes, large.value_codes), (small.slots(), large.slots())):
         assert torch.equal(mine, theirs)
 

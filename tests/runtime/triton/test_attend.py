@@ -20,6 +20,7 @@ from predictor.rope import Table
 DIMS = (64, 96, 128, 256)
 LENGTHS = ([1], [17, 63], [64, 0, 200], [63, 1], [200], [0, 64, 17], [130, 65], [17])  # tokens of each row
 BITS = ((4, 4, 4, 2), (4, 2, 4, 2), (8, 8, 4, 4), (4, 4, 2, 2))
+PAGES = (64, 32, 9)  # most tokens of a page
 FEW = Launch(2, 1, 2, 2)  # two pages a piece, so that rows are split
 
 
@@ -35,13 +36,15 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
 
 
-def _packed(lengths: list[int], dim: int, bits: tuple[int, ...], mixed: bool, seed: int = 0) -> PackedTokens:
+def _packed(
+    lengths: list[int], dim: int, bits: tuple[int, ...], mixed: bool, seed: int = 0, page: int = 64
+) -> PackedTokens:
     """Ragged rows; mixed: of both tiers, in pages with gaps."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     slots = torch.cat([torch.arange(n) for n in lengths])
     key, value = torch.randn(2, len(rows), dim, generator=generator)
-    packed = pack_tokens(key, value * 5, rows, slots, None, bits=Bits(*bits))
+    packed = pack_tokens(key, value * 5, rows, slots, None, bits=Bits(*bits), page_tokens=page)
     if not mixed:
         return packed
     kinds = torch.tensor([Tier.INT4, Tier.INT2, Tier.INT2, Tier.EVICTED])
@@ -90,7 +93,7 @@ def _alone(*given: Any, how: Launch = FEW) -> Any:
 def test_equals_the_reference(dim: int, queries: int) -> None:
     lengths = LENGTHS[queries - 1]
     turn = queries + DIMS.index(dim)
-    packed = _packed(lengths, dim, BITS[turn % 4], mixed=turn % 3 > 0)
+    packed = _packed(lengths, dim, BITS[turn % 4], mixed=turn % 3 > 0, page=PAGES[queries % 3])
     full = (1, 64, 130, 17, 63, 1, 68, 5)[queries - 1]
     _agree(_alone, _asked(packed, len(lengths), queries, full, masked=turn % 2 == 0))
 
@@ -152,7 +155,7 @@ def test_several_parts_share_one_softmax(masked: bool) -> None:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize(("dim", "width"), [(64, 64), (64, 32), (96, 48), (128, 128)], ids=str)
 def test_keys_turned_when_they_are_read(dim: int, width: int, interleaved: bool) -> None:
-    packed = _packed([70, 20], dim, BITS[0], True)
+    packed = _packed([70, 20], dim, BITS[0], True, page=32 if interleaved else 64)
     angles = torch.rand(200, width // 2, generator=torch.Generator().manual_seed(1)) * 6
     both = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     positions = torch.arange(len(packed)) * 2 % 200

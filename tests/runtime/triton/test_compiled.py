@@ -79,13 +79,15 @@ def _attend(
     dtype: torch.dtype = torch.bfloat16,
     tokens: int = 70,
     window: int = 132,
+    page: int = 64,
 ) -> None:
     """Compile what one decode step launches, as the launch table says; everything: statistics, biases, a cap."""
     driver.set_active(_Target(capability))
     slots = torch.arange(tokens)
     low = None if kind == "plain" else slots % 2 == 0
     body = torch.randn(2, tokens, dim)
-    packed = pack_tokens(body[0], body[1], torch.zeros_like(slots), slots, None, low=low, bits=Bits(*bits))
+    given = body[0], body[1], torch.zeros_like(slots), slots, None
+    packed = pack_tokens(*given, low=low, bits=Bits(*bits), page_tokens=page)
     part = Part(packed, bias=torch.zeros(tokens, 8) if everything else None)
     if kind == "turned":
         part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), slots, part.bias)
@@ -101,6 +103,10 @@ CASES = {
         f"sm_{target} dim 128 both tiers, everything": (target, 128, dict(kind="tiered", everything=True), 232, 46)
         for target in SHARED
     },
+    "sm_90 dim 128 small pages": (90, 128, dict(page=32), 255, 42),
+    "sm_90 dim 128 small pages, both tiers, everything": (
+        90, 128, dict(kind="tiered", everything=True, page=32), 232, 46,
+    ),
     "sm_90 dim 64 both tiers, everything": (90, 64, dict(kind="tiered", everything=True), 168, 28),
     "sm_90 dim 96 both tiers": (90, 96, dict(kind="tiered"), 232, 46),
     "sm_90 dim 256 plain": (90, 256, {}, 255, 76),
