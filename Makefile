@@ -71,7 +71,7 @@ learned: $(STAMP) $(MODEL)
 	$(call step,5/7 train networks that choose again while decoding: each step; each 16 steps,\
 		$(BIN)/lightning fit --config configs/fit_ema_bank_learned.yaml; \
 		$(BIN)/lightning fit --config configs/fit_ema_bank_learned.yaml --model.every 16 --model.net.base 0.85 \
-			--output artefacts/fit/ema_bank_16_learned)
+			--model.loss listwise --output artefacts/fit/ema_bank_16_learned)
 	$(call step,6/7 hold them against moving averages and the oracle,\
 		$(RUN) pipelines.reselect $(CHOOSING) --traces artefacts/traces/learned --stride 4)
 	$(call step,7/7 the champion in the cache: eviction alone; at equal memory in 4 bits,\

@@ -16,6 +16,7 @@ from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.features import PrefillFeatures, block_sizes
 from predictor.scoreboard import hidden_of
+from predictor.temporal import heads_of
 
 EVERY = 16  # steps between two forecasts of a network that reads attention history
 
@@ -59,7 +60,7 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
     given = {name: torch.tensor(row[name], dtype=torch.float32)[None] for name in names}
     given |= {"layer": torch.tensor([layer]), "head": torch.tensor([head])}
     features = PrefillFeatures(
-        given["tokens"], given["history_mean"], given["history_max"], hidden_of(given)
+        given["tokens"], given["history_mean"], given["history_max"], hidden_of(given), heads_of(given)
     )
     once = {"ema": _shares(scores.ema(history, traces.spec.ema_decay).clamp(min=1e-9).log())}
     by, forecast = "ema", once["ema"].expand(len(future), -1)
@@ -71,7 +72,8 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
         by, forecast = name, once[name].expand(len(future), -1)
     for name, predictor in predictors.items():
         if predictor.net.level == "block":
-            by, forecast = f"{name}, every {EVERY} steps", _rolling(predictor, history, future)
+            by = f"{name}, every {EVERY} steps"
+            forecast = _rolling(predictor, history, future, heads_of(given))
     return HeadMap(
         where=f"layer {layer}, kv head {head}, a {row['source']} text of {slots:,} tokens",
         recorded=(future / future.sum(-1, keepdim=True)).numpy(),
@@ -96,14 +98,14 @@ def draw(path: Path, drawn: HeadMap) -> None:
     )
 
 
-def _rolling(predictor: Predictor, history: Tensor, future: Tensor) -> Tensor:
+def _rolling(predictor: Predictor, history: Tensor, future: Tensor, heads: Tensor) -> Tensor:
     """Forecasts [T, N] from the latest W recorded steps, made anew every :data:`EVERY` steps."""
     steps = torch.cat((history, future))
     window = len(history)
     starts = torch.arange(0, len(future), EVERY)
     windows = torch.stack([steps[start : start + window] for start in starts])  # [R, W, N]
     with torch.no_grad():
-        shares = _shares(predictor.net(windows))
+        shares = _shares(predictor.net(windows, heads=heads.expand(len(windows), -1)))
     return shares.repeat_interleave(EVERY, 0)[: len(future)]
 
 

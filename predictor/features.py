@@ -93,12 +93,14 @@ class PrefillFeatures:
         history_mean: [H, W, N] float32 attention rows of the last W queries, mean over each block's tokens.
         history_max: [H, W, N] float32, maximum over each block's tokens.
         hidden: keys and values, if the spec asks for them.
+        heads: [H, 2] int64, the layer of each row and its kv head.
     """
 
     tokens: Tensor
     history_mean: Tensor
     history_max: Tensor
     hidden: Hidden | None = None
+    heads: Tensor | None = None
 
 
 def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Tensor:
@@ -287,7 +289,7 @@ def prefill_features(
         query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
         table: rotary table of slots 0 .. S + horizon - 1 (``rope.Rotary.table``), or None without rotation.
         spec: window, block, decay and horizon. A prompt shorter than the window repeats its first row.
-        layer: index in the model; only the vectors themselves carry it.
+        layer: index in the model.
 
     Returns:
         Features of S tokens; nothing in them depends on anything after the prompt.
@@ -318,12 +320,12 @@ def prefill_features(
     }
     mean, peak = pool_blocks(rows, spec.block)
     tokens = torch.stack([columns[name] for name in spec.names], dim=-1)
-    return PrefillFeatures(tokens, mean, peak, _hidden(key, value, table, layer) if spec.hidden else None)
+    head = torch.arange(key.shape[0], device=key.device)
+    heads = torch.stack((torch.full_like(head, layer), head), dim=-1)
+    return PrefillFeatures(tokens, mean, peak, _hidden(key, value, table, heads) if spec.hidden else None, heads)
 
 
-def _hidden(key: Tensor, value: Tensor, table: rope.Table | None, layer: int) -> Hidden:
+def _hidden(key: Tensor, value: Tensor, table: rope.Table | None, heads: Tensor) -> Hidden:
     """Keys [H, S, D] turned back, in float32, and values."""
-    heads, slots = key.shape[:2]
-    plain = key.float() if table is None else rope.unrotate(key.float(), table[:slots])
-    head = torch.arange(heads, device=key.device)
-    return Hidden(plain, value.float(), torch.full_like(head, layer), head)
+    plain = key.float() if table is None else rope.unrotate(key.float(), table[: key.shape[1]])
+    return Hidden(plain, value.float(), *heads.unbind(-1))

@@ -54,6 +54,20 @@ def listwise_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
     return -(masked_share(mass, mask) * masked_log_softmax(logits, mask)).sum(-1).mean()
 
 
+def listwise_mass_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
+    """The listwise loss, each row weighted by the mass of its candidates: a row of faint ones decides little.
+
+    Recovery counts mass, so a query that attends to the sinks alone, whatever is read, should not be learned from as
+    much as one whose attention is at stake.
+
+    Example:
+        >>> logits, mass, mask = torch.zeros(2, 2), torch.tensor([[0.2, 0.0], [0.0, 0.6]]), torch.ones(2, 2) > 0
+        >>> listwise_mass_loss(logits, mass, mask), listwise_loss(logits, mass, mask)  # log 2 is .6931
+        (tensor(0.2773), tensor(0.6931))
+    """
+    return -(mass * mask * masked_log_softmax(logits, mask)).sum(-1).mean()
+
+
 def kl_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
     """KL from target to prediction: the listwise loss less its floor, so that 0 means perfect."""
     return kl_divergence(logits, mass, mask).mean()
@@ -89,6 +103,7 @@ def mse_share_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
 LOSSES = {
     "recovery": recovery_loss,
     "listwise": listwise_loss,
+    "listwise_mass": listwise_mass_loss,
     "kl": kl_loss,
     "bce": bce_loss,
     "mse": mse_loss,

@@ -29,7 +29,7 @@ from predictor.scoreboard import (
     token_scores,
 )
 from predictor.scorenet import BlockNet, ScoreNet, check_size
-from predictor.temporal import block_mass
+from predictor.temporal import block_mass, heads_of
 
 MONITOR = f"val/recovery_at_{GATE}"
 LAYERS, HEADS = "layers.csv", "heads.csv"
@@ -73,8 +73,9 @@ class PredictorModule(TraceModule):
 
     Args:
         net: the network, for example ``class_path: predictor.nets.TokenMLP``.
-        loss: ``recovery`` lost at several budgets, ``listwise`` cross-entropy, ``kl``, ``bce`` on the top quarter,
-            ``mse`` on logs or ``mse_share`` on shares (:mod:`predictor.losses`).
+        loss: ``recovery`` lost at several budgets, ``listwise`` cross-entropy, ``listwise_mass``, where rows count by
+            their candidates' mass, ``kl``, ``bce`` on the top quarter, ``mse`` on logs or ``mse_share`` on shares
+            (:mod:`predictor.losses`).
         target: what is ranked by: ``sum`` or ``max`` of the attention over the following steps, or a ``blend``.
         steps: following steps that a block network forecasts from the end of the prompt; null for all recorded.
         every: steps between selections of a block network that re-selects while decoding: it forecasts their mean,
@@ -91,7 +92,7 @@ class PredictorModule(TraceModule):
     def __init__(
         self,
         net: ScoreNet,
-        loss: Literal["recovery", "listwise", "kl", "bce", "mse", "mse_share"] = "recovery",
+        loss: Literal["recovery", "listwise", "listwise_mass", "kl", "bce", "mse", "mse_share"] = "recovery",
         target: Target = "sum",
         steps: int | None = None,
         every: int | None = None,
@@ -130,7 +131,8 @@ class PredictorModule(TraceModule):
             logits = cast("TokenMLP", self.net).logits(batch)
             return LOSSES[self.loss](logits, target_mass(batch, self.target), batch["eligible"])
         mass, mask = block_targets(batch, self.steps, self.target)
-        return LOSSES[self.loss](self.net(block_mass(batch), batch["block_mask"]), mass, mask)
+        logits = self.net(block_mass(batch), batch["block_mask"], heads_of(batch))
+        return LOSSES[self.loss](logits, mass, mask)
 
     def _decode_rows(self, batch: Batch, every: int) -> tuple[Tensor, Tensor, Tensor]:
         """Forecasts, what came and the candidates, each [R * places, M]: at random when training, evenly otherwise."""
@@ -141,7 +143,7 @@ class PredictorModule(TraceModule):
         else:
             steps = torch.arange(0, count, max(count // self.places, 1), device=line.device)
         exist, candidates = blocks_at(batch, steps)
-        logits = block_net(self.net).forecasts(line, window + steps, exist)
+        logits = block_net(self.net).forecasts(line, window + steps, exist, heads_of(batch))
         mass = horizon_mass(line, window, steps, every)
         return logits.flatten(0, 1), mass.flatten(0, 1), candidates.flatten(0, 1)
 

@@ -21,7 +21,7 @@ from predictor.features import block_sizes
 from predictor.metrics import Calibration, Recovery, RowMean, RowQuantile, gap_closed, recovery, topk_recall
 from predictor.scoreboard import GATE, WORST, Batch, calibration_values, rows_by_head, rows_by_layer
 from predictor.scorenet import BlockNet, ScoreNet
-from predictor.temporal import DECAYS, average_weights, block_mass
+from predictor.temporal import DECAYS, average_weights, block_mass, heads_of
 
 AVERAGES = {f"ema{100 * decay:.0f}": decay for decay in DECAYS}
 FIXED = "ema95"  # what a selection that is fixed at the end of the prompt ranks by
@@ -133,7 +133,7 @@ class ReselectBoard(nn.Module):
         steps = torch.arange(0, line.shape[1] - window, self.stride, device=line.device)
         made, of_step = (steps // self.every * self.every).unique(return_inverse=True)
         existing, droppable = blocks_at(batch, made)
-        forecasts = block_net(net).forecasts(line, window + made, existing)
+        forecasts = block_net(net).forecasts(line, window + made, existing, heads_of(batch))
         truth = horizon_mass(line, window, made, self.every)
         given = {"net": forecasts, "oracle": truth} | averages(line, window + made)
 

@@ -28,7 +28,7 @@ from predictor.metrics import (
     topk_recall,
 )
 from predictor.scorenet import ScoreNet
-from predictor.temporal import block_mass
+from predictor.temporal import block_mass, heads_of
 
 Batch = Mapping[str, Tensor]
 Target = Literal["sum", "max", "blend"]
@@ -70,6 +70,7 @@ def token_scores(net: ScoreNet, batch: Batch) -> Tensor:
             batch["history_mean"][rows, :, :blocks],
             batch["history_max"][rows, :, :blocks],
             hidden_of(batch, rows, length),
+            heads=heads_of(batch)[rows],
         )
         out[rows, :length] = net.score(features).float()
     if not out.isfinite().all():
@@ -169,7 +170,7 @@ class Scoreboard(nn.Module):
             metric.update(given["net"], target, mask, eligible)
         if net.level == "block":
             mass, blocks = block_targets(batch, None)
-            logits = net(block_mass(batch), batch["block_mask"]).detach()
+            logits = net(block_mass(batch), batch["block_mask"], heads_of(batch)).detach()
             self.kl.update(logits, mass, blocks)
             self.calibration.update(logits, mass, blocks)
 

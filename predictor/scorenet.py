@@ -112,41 +112,43 @@ class BlockNet(ScoreNet):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @abstractmethod
-    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
         """Forecast the log of each block's mass.
 
         Args:
             history: [R, W, N] attention mass of each block at each step (mean times tokens), newest last.
             mask: [R, N], False where a row is padded; padding never changes what the real blocks get.
+            heads: [R, 2] layer and kv head of each row, for a network that knows them apart.
 
         Returns:
             [R, N], unnormalised.
         """
 
-    def forecasts(self, timeline: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def forecasts(self, timeline: Tensor, at: Tensor, mask: Tensor, heads: Tensor | None = None) -> Tensor:
         """Forecast several steps of a decode, each from the rows before it.
 
         Args:
             timeline: [R, L, N] attention mass of each block at each step. at: [P] steps to forecast, at least W.
-            mask: [R, P, N] blocks that exist at each step.
+            mask: [R, P, N] blocks that exist at each step. heads: [R, 2] as in :meth:`forward`.
 
         Returns:
             [R, P, N] log mass, unnormalised.
         """
         windows = timeline.unfold(1, self.window, 1)[:, at - self.window].transpose(-1, -2)  # [R, P, W, N]
-        out = self(windows.flatten(0, 1), mask.flatten(0, 1))
+        each = None if heads is None else heads.repeat_interleave(len(at), 0)
+        out = self(windows.flatten(0, 1), mask.flatten(0, 1), each)
         return out.unflatten(0, mask.shape[:2])
 
-    def log_share(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+    def log_share(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
         """Return the calibrated log of each block's share of the next attention, [R, N]; -inf on padding."""
-        logits = self(history, mask) / self.temperature
+        logits = self(history, mask, heads) / self.temperature
         return (logits if mask is None else logits.masked_fill(~mask, -math.inf)).log_softmax(-1)
 
     def score(self, features: PrefillFeatures) -> Tensor:
         """Spread each block's forecast over its tokens, by their share of the moving average."""
         slots = features.tokens.shape[1]
         sizes = block_sizes(slots, self.block).to(features.history_mean)
-        forecast = self(features.history_mean * sizes)  # [H, N]
+        forecast = self(features.history_mean * sizes, heads=features.heads)  # [H, N]
         log_ema = features.tokens[..., LOG_EMA]
         inside = pad(log_ema, (0, -slots % self.block), value=-math.inf).unflatten(-1, (-1, self.block))
         spread = (inside - inside.logsumexp(-1, keepdim=True)) + forecast[..., None]

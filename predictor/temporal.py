@@ -22,11 +22,17 @@ from predictor.scorenet import LEAST, BlockNet
 FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
 SHARP = 4.0  # of the softplus, in units of an even share: it changes only what is near nothing
 DECAYS = (0.0, 0.5, 0.7, 0.85, 0.95, 0.99)
+PACE = 3.0  # at which a head's own numbers move, against weights that every row trains
 
 
 def block_mass(batch: Mapping[str, Tensor]) -> Tensor:
     """Attention mass of each prompt block at each history step, [R, W, N]."""
     return batch["history_mean"] * batch["block_size"][:, None]
+
+
+def heads_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """Layer and kv head of each row, [R, 2]."""
+    return torch.stack((batch["layer"], batch["head"]), dim=-1)
 
 
 class BlockCNN(BlockNet):
@@ -79,7 +85,7 @@ class BlockCNN(BlockNet):
         log = block_mass(batch).clamp(min=FAINT).log()
         self._standardise(log.transpose(1, 2)[batch["block_mask"]].reshape(-1, 1))
 
-    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
         real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
         real = real[:, None, None]  # [R, 1, 1, N]
         base = scores.ema(history, self.ema_decay).clamp(min=FLOOR).log()  # [R, N]
@@ -127,7 +133,7 @@ class PublishedCNN(BlockNet):
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
         self.scale.copy_(block_mass(batch).transpose(1, 2)[batch["block_mask"]].mean())
 
-    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
         real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
         real = real[:, None, None]  # [R, 1, 1, N]
         image = torch.relu(self.first(history[:, None] / self.scale * real)) * real
@@ -181,18 +187,34 @@ def advance(bank: Tensor, row: Tensor, seen: int, decays: Sequence[float]) -> Te
     return bank + (row[..., None, :] - bank) * pace
 
 
+def modulated(channels: Tensor, own: Tensor) -> Tensor:
+    """Channels [R, C, N] scaled by 1 plus the first of two numbers, and shifted by the second, [R, 2, C].
+
+    Source: Perez et al. 2018, FiLM (arXiv 1709.07871), section 2.
+
+    Example:
+        >>> modulated(torch.ones(1, 1, 2), torch.tensor([[[1.0], [0.5]]]))
+        tensor([[[2.5000, 2.5000]]])
+    """
+    scale, shift = own[..., None].unbind(1)
+    return channels * (1 + scale) + shift
+
+
 class EmaBank(BlockNet):
     """Convolutions along the blocks over a bank of moving averages; a residual on the best one of them.
 
     It keeps no history: :func:`advance` updates the bank with each row, and :meth:`forecast` reads it, so that it can
     re-select blocks while decoding. It sees each average against the base, the base itself, the base relative to the
-    row's mean and spread, and the block's age.
+    row's mean and spread, and the block's age. Where it is told the layers and kv heads of the language model, each
+    head scales and shifts the channels of both convolutions by numbers of its own: one follows the last row, another
+    what it has attended to for long.
 
     Args:
         decays: of the averages.
         base: the decay, one of ``decays``, whose average the untrained network is.
         hidden: channels.
         block: tokens in a block.
+        layers, kv_heads: of the language model whose heads have numbers of their own; 0 for one network for all.
 
     Example:
         >>> net, history = EmaBank(base=0.95), torch.rand(3, 64, 6)
@@ -203,10 +225,17 @@ class EmaBank(BlockNet):
     kind = "ema_bank"
 
     def __init__(
-        self, decays: Sequence[float] = DECAYS, base: float = 0.7, hidden: int = 40, block: int = 16
+        self,
+        decays: Sequence[float] = DECAYS,
+        base: float = 0.7,
+        hidden: int = 40,
+        block: int = 16,
+        layers: int = 0,
+        kv_heads: int = 0,
     ) -> None:
         super().__init__()
         self.decays, self.base, self.hidden, self.block = tuple(decays), base, hidden, block
+        self.layers, self.kv_heads = layers, kv_heads
         if base not in self.decays:
             raise FadeError(f"base {base} is not one of the decays {list(self.decays)}; add it to them")
         self.index = self.decays.index(base)
@@ -216,11 +245,16 @@ class EmaBank(BlockNet):
         self.head = nn.Conv1d(hidden, 1, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
+        if bool(layers) != bool(kv_heads):
+            raise FadeError(f"layers {layers}, kv_heads {kv_heads} name no head; set both, or neither")
+        if layers:
+            self.own = nn.Parameter(torch.zeros(layers, kv_heads, 2, 2, hidden))  # convolution; scale, shift
         self.register_buffer("shift", torch.zeros(inputs))
         self.register_buffer("scale", torch.ones(inputs))
 
     def config(self) -> dict[str, Any]:
-        return {"decays": list(self.decays), "base": self.base, "hidden": self.hidden, "block": self.block}
+        shared = {"decays": list(self.decays), "base": self.base, "hidden": self.hidden, "block": self.block}
+        return {**shared, "layers": self.layers, "kv_heads": self.kv_heads}
 
     @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
@@ -234,22 +268,47 @@ class EmaBank(BlockNet):
         weights = average_weights(torch.tensor([steps], device=history.device), steps, self.decays)
         return weights[0] @ history
 
-    def forward(self, history: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.forecast(self.bank(history), mask)
+    def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
+        return self.forecast(self.bank(history), mask, heads)
 
-    def forecasts(self, timeline: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def forecasts(self, timeline: Tensor, at: Tensor, mask: Tensor, heads: Tensor | None = None) -> Tensor:
         weights = average_weights(at, timeline.shape[1], self.decays)
         banks = torch.einsum("pkl,rln->rpkn", weights, timeline)
-        return self.forecast(banks.flatten(0, 1), mask.flatten(0, 1)).unflatten(0, mask.shape[:2])
+        each = None if heads is None else heads.repeat_interleave(len(at), 0)
+        return self.forecast(banks.flatten(0, 1), mask.flatten(0, 1), each).unflatten(0, mask.shape[:2])
 
-    def forecast(self, bank: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Forecast the log of each block's mass, [R, N], from the averages [R, K, N]."""
+    def forecast(self, bank: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
+        """Forecast the log of each block's mass.
+
+        Args:
+            bank: [R, K, N] averages. mask: [R, N], False where a row is padded. heads: [R, 2] layer and kv head.
+
+        Returns:
+            [R, N], unnormalised.
+
+        Raises:
+            FadeError: it knows the heads apart and is not told which these are, or they are of another model.
+        """
         mask = torch.ones_like(bank[:, 0], dtype=torch.bool) if mask is None else mask
         real = mask[:, None].to(bank)
         inputs = (self._inputs(bank, mask) - self.shift[:, None]) / self.scale[:, None] * real
-        hidden = silu(self.first(inputs)) * real
-        hidden = silu(self.second(hidden)) * real
+        first, second = self._own(heads).unbind(1)
+        hidden = silu(modulated(self.first(inputs), first)) * real
+        hidden = silu(modulated(self.second(hidden), second)) * real
         return bank[:, self.index].clamp(min=FLOOR).log() + self.head(hidden).squeeze(1)
+
+    def _own(self, heads: Tensor | None) -> Tensor:
+        """What scales and shifts the channels of either convolution, [R, 2, 2, C]; zeros [1, 2, 2, C] if shared."""
+        if not self.layers:
+            return self.head.weight.new_zeros(1, 2, 2, self.hidden)
+        told = f"{type(self).__name__} is for {self.layers} layers of {self.kv_heads} kv heads"
+        if heads is None:
+            raise FadeError(f"{told} and is not told whose rows these are; give it heads, [R, 2]")
+        layer, head = heads.unbind(-1)
+        found = int(layer.max()) + 1, int(head.max()) + 1
+        if found[0] > self.layers or found[1] > self.kv_heads:
+            raise FadeError(f"{told}, and meets {found[0]} and {found[1]}; set them to those of the model")
+        return PACE * self.own[layer, head]
 
     def _inputs(self, bank: Tensor, mask: Tensor) -> Tensor:
         """What the convolutions see, [R, C, N]."""

@@ -63,7 +63,8 @@ def test_bad_input_is_one_line(bank, bundles, tiny_traces, tmp_path, capsys):
 
 
 def test_cost_counts_the_update_and_the_forecast():
-    assert 0 < cost_ms(EmaBank(hidden=4), rounds=1) < cost_ms(PublishedCNN(), rounds=1)
+    for bank in (EmaBank(hidden=4), EmaBank(hidden=4, layers=30, kv_heads=3)):
+        assert 0 < cost_ms(bank, rounds=1) < cost_ms(PublishedCNN(), rounds=1)
 
 
 def test_columns_line_up():

@@ -117,7 +117,7 @@ def test_expected_attention_rotates_the_covariance(interleaved: bool) -> None:
 def test_features_say_what_their_names_say(shape: tuple[int, int, int]) -> None:
     query, key, value = _qkv(*shape)
     spec, slots = FeatureSpec(window=32, block=8), shape[2]
-    out = features.prefill_features(query, key, value, scaling=0.3, table=None, spec=spec)
+    out = features.prefill_features(query, key, value, scaling=0.3, table=None, spec=spec, layer=5)
     rows = _probabilities(query, key, 0.3)[:, -32:]
     if slots < 32:
         rows = torch.cat((rows[:, :1].expand(-1, 32 - slots, -1), rows), 1)
@@ -136,6 +136,7 @@ def test_features_say_what_their_names_say(shape: tuple[int, int, int]) -> None:
     mass = (out.history_mean * block_sizes(slots, 8)).sum(-1)
     torch.testing.assert_close(mass, torch.ones_like(mass))
     assert bool(out.tokens.isfinite().all())
+    assert out.heads.tolist() == [[5, head] for head in range(shape[1])]
 
 
 def test_spec_round_trips_and_refuses_what_it_does_not_know() -> None:

@@ -21,6 +21,7 @@ from predictor.losses import (
     bce_loss,
     kl_loss,
     listwise_loss,
+    listwise_mass_loss,
     mse_loss,
     mse_share_loss,
     recovery_loss,
@@ -68,6 +69,8 @@ def test_listwise_and_kl_against_scipy(rows):
         entropy.append(-(p * np.log(p)).sum())
     assert listwise_loss(*rows).item() == pytest.approx(np.mean(cross), abs=1e-5)
     assert kl_loss(*rows).item() == pytest.approx(np.mean(cross) - np.mean(entropy), abs=1e-5)
+    total = (mass * mask).sum(-1).numpy()
+    assert listwise_mass_loss(*rows).item() == pytest.approx(np.mean(total * cross), rel=1e-5)
 
 
 def test_bce_marks_the_top_quarter(rows):

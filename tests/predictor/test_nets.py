@@ -97,7 +97,7 @@ def test_config_rebuilds_the_network(make_batch, kind):
         "hidden": {**MADE, "probes": 3, "hidden": 12, "depth": 1},
         "cnn": {"window": 8, "channels": (3, 5)},
         "cnn_published": {"window": 8, "channels": (3, 5)},
-        "ema_bank": {"decays": (0.0, 0.9), "base": 0.9, "hidden": 7},
+        "ema_bank": {"decays": (0.0, 0.9), "base": 0.9, "hidden": 7, "layers": 1, "kv_heads": 2},
     }
     net = randomised(NETS[kind](**options[kind]))
     again = build_net(kind, net.config())

@@ -138,6 +138,18 @@ def test_padding_never_changes_a_row(make_batch):
         assert row == pytest.approx(boards[1].table()[name], abs=1e-5), name
 
 
+def test_numbers_of_one_head_move_that_head_alone(make_batch):
+    net, batch = EmaBank(layers=2, kv_heads=2), make_batch([520, 540], steps=20)
+    torch.nn.init.normal_(net.head.weight)
+    heads = []
+    for _ in range(2):
+        board = ReselectBoard(4, stride=2)
+        board.update(net, batch)
+        heads.append({(row["layer"], row["head"]): row["net"] for row in board.by_head()})
+        torch.nn.init.normal_(net.own.data[1, 0])
+    assert [place for place in heads[0] if heads[0][place] != heads[1][place]] == [(1, 0)]
+
+
 def test_values_tables_and_reset(make_batch):
     board = ReselectBoard(every=4, stride=2)
     board.update(EmaBank(), make_batch([520, 540], steps=20))
@@ -171,7 +183,9 @@ def test_what_cannot_re_select_is_refused_by_name(batch):
 
 
 @pytest.mark.parametrize(
-    "net", [EmaBank(hidden=8), BlockCNN(window=8, channels=(4, 4))], ids=lambda net: net.kind
+    "net",
+    [EmaBank(hidden=8), EmaBank(hidden=8, layers=1, kv_heads=2), BlockCNN(window=8, channels=(4, 4))],
+    ids=["ema_bank", "ema_bank_by_head", "cnn"],
 )
 def test_it_learns_a_march_that_averages_miss(make_batch, net):
     """The attention of a block at one step goes to the block after it at the next."""

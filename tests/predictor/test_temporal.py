@@ -7,6 +7,7 @@ import torch
 
 from predictor import scores
 from predictor.errors import FadeError
+from predictor.nets import build_net
 from predictor.scorenet import MOST_PARAMETERS, check_size
 from predictor.temporal import DECAYS, BlockCNN, EmaBank, PublishedCNN, advance, average_weights
 
@@ -67,6 +68,49 @@ def test_untrained_bank_is_its_base_average():
         EmaBank(base=0.33)
 
 
+def test_a_head_without_numbers_of_its_own_yet_is_as_the_shared_network():
+    """Same weights, zeros for each head: the same forecast to the last bit, and untrained the base average."""
+    heads, history = torch.tensor([[0, 1], [2, 0], [2, 1]]), torch.rand(3, 16, 9) / 9
+    shared, apart = randomised(EmaBank()), EmaBank(layers=3, kv_heads=2)
+    torch.testing.assert_close(apart(history, heads=heads).exp(), scores.ema(history, 0.7), rtol=1e-4, atol=0)
+    apart.load_state_dict({**apart.state_dict(), **shared.state_dict()})
+    assert torch.equal(apart(history, heads=heads), shared(history))
+
+
+def test_each_row_is_forecast_by_the_numbers_of_its_own_head():
+    """Three heads in any order, some steps at once: each row as that head alone, and no other head's gradient."""
+    net, line = randomised(EmaBank(layers=3, kv_heads=2)), torch.rand(3, 20, 5) / 5
+    heads, at = torch.tensor([[2, 1], [0, 0], [1, 1]]), torch.tensor([8, 13, 20])
+    mask = torch.ones(3, 3, 5, dtype=torch.bool)
+    together = net.forecasts(line, at, mask, heads)
+    for row, step in ((0, 0), (1, 1), (2, 2)):
+        alone = net(line[row : row + 1, : at[step]], heads=heads[row : row + 1])
+        torch.testing.assert_close(together[row, step], alone[0], atol=1e-5, rtol=1e-4)
+        other = net(line[row : row + 1, : at[step]], heads=heads[row - 1][None])
+        assert (alone - other).abs().max() > 1e-3
+    together[0].sum().backward()
+    moved = net.own.grad.abs().sum((2, 3, 4)).nonzero()
+    assert moved.tolist() == [[2, 1]]
+
+
+def test_a_bank_that_knows_the_heads_is_told_them():
+    net, history = EmaBank(layers=3, kv_heads=2), torch.rand(1, 16, 9)
+    with pytest.raises(FadeError, match="3 layers of 2 kv heads and is not told"):
+        net(history)
+    with pytest.raises(FadeError, match="3 layers of 2 kv heads, and meets 4 and 1"):
+        net(history, heads=torch.tensor([[3, 0]]))
+    with pytest.raises(FadeError, match="layers 3, kv_heads 0"):
+        EmaBank(layers=3)
+
+
+def test_a_bank_from_before_it_knew_the_heads_loads():
+    old = randomised(EmaBank(hidden=7))
+    config = {name: old.config()[name] for name in ("decays", "base", "hidden", "block")}
+    net, history = build_net("ema_bank", config), torch.rand(2, 16, 9)
+    net.load_state_dict(old.state_dict())
+    assert torch.equal(net(history), old(history))
+
+
 def test_published_network_has_no_residual():
     """All weights zero: the same forecast for every block, whatever the history."""
     net = PublishedCNN()
@@ -76,12 +120,14 @@ def test_published_network_has_no_residual():
 
 
 def test_sizes_are_as_stated():
-    """A bank of about seven thousand weights; nothing above a million is taken."""
+    """A bank of about seven thousand weights, below 100,000 with the 90 heads of SmolLM2; none above a million."""
     sizes = {
         type(net): sum(p.numel() for p in net.parameters()) for net in (EmaBank(), PublishedCNN(), BlockCNN())
     }
     assert 5_000 < sizes[EmaBank] < 8_000
     assert sizes[PublishedCNN] == (9 + 1) * 16 + (9 * 16 + 1) * 32 + 32 + 1
+    apart = sum(p.numel() for p in EmaBank(layers=30, kv_heads=3).parameters())
+    assert apart == sizes[EmaBank] + 90 * 4 * 40 < 100_000
     check_size(EmaBank())
     with pytest.raises(FadeError, match=r"EmaBank has 1,\d{3},\d{3} parameters.*1,000,000"):
         check_size(EmaBank(hidden=600))
