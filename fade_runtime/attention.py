@@ -51,6 +51,8 @@ def tiered_attention(
     mask: Tensor | None = None,
     weights: Tensor | None = None,
     softcap: float | None = None,
+    into: Sequence[Tensor] = (),
+    decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Attend to full-precision and stored tokens at once.
 
@@ -62,23 +64,27 @@ def tiered_attention(
         mask: [B or 1, 1 or Hq, Q, S] over logical slots: bool (True = visible) or additive; None = causal.
         weights: [Q] weight of each query in the statistics, or None for no statistics.
         softcap: of the scores, or None.
+        into: older statistics of the full tokens [B, H, n] and of each part [T], contiguous; they are multiplied by
+            ``decay``, the new ones are added to them, and they are what is returned.
 
     Returns:
         output [B, Hq, Q, D]; weighted attention that each full token [B, H, n] and each token of each part [T]
         received, averaged over the query group, or None and an empty list.
     """
     steps, columns = query.shape[2], len(full) + sum(len(part.tokens) for part in parts)
-    chunk = max(1, SCORES_AT_ONCE // max(query.shape[0] * query.shape[1] * columns, 1))
+    chunk = max(2, SCORES_AT_ONCE // max(query.shape[0] * query.shape[1] * columns, 1))  # 1: only the newest is alone
     if steps <= chunk:
-        return _at_once(query, full, parts, scaling, first, mask, weights, softcap)
+        return _at_once(query, full, parts, scaling, first, mask, weights, softcap, into, decay)
     results = []
     for at in range(0, steps, chunk):
         piece = slice(at, at + chunk)
         seen, share = None if mask is None else mask[:, :, piece], None if weights is None else weights[piece]
-        results.append(_at_once(query[:, :, piece], full, parts, scaling, first + at, seen, share, softcap))
+        fading = decay if at == 0 else 1.0
+        given = scaling, first + at, seen, share, softcap, into, fading
+        results.append(_at_once(query[:, :, piece], full, parts, *given))
     outs, fulls, bodies = zip(*results)
-    if weights is None:
-        return torch.cat(outs, dim=2), None, []
+    if weights is None or into:
+        return torch.cat(outs, dim=2), fulls[-1], bodies[-1]
     add = functools.partial(functools.reduce, torch.add)
     return torch.cat(outs, dim=2), add(fulls), [add(each) for each in zip(*bodies)]
 
@@ -92,6 +98,8 @@ def _at_once(
     mask: Tensor | None,
     weights: Tensor | None,
     softcap: float | None,
+    into: Sequence[Tensor],
+    decay: float,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """All queries of ``tiered_attention`` in one call of the kernel."""
     batch, query_heads, steps, dim = query.shape
@@ -105,7 +113,9 @@ def _at_once(
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
     share = None if weights is None else _shares(weights, groups)
     grouped = (query * scaling).reshape(rows, groups * steps, dim)
-    out, mass, masses = pick_kernel(query.device)(grouped, key, value, biased, share, bias, softcap)
+    held = [state.view(rows, -1) if state.ndim > 1 else state for state in into]
+    kernel = pick_kernel(query.device)
+    out, mass, masses = kernel(grouped, key, value, biased, share, bias, softcap, held, decay)
     out = out.view(batch, query_heads, steps, -1)
     return out, None if mass is None else mass.view(batch, heads, -1), masses
 

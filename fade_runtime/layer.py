@@ -224,10 +224,8 @@ class TieredLayer(CacheLayerMixin):
             key = self.positions.full_key(store)
             out = hf.dense_attention(module, query, key, store.full.value, mask, scaling, softcap)
         if not begins and (out is None or (weights is not None and not self._held)):
-            tiered, to_full, to_body = self._tiered(query, mask, scaling, softcap, weights)
+            tiered = self._tiered(query, mask, scaling, softcap, weights)
             out = tiered.transpose(1, 2) if out is None else out
-            if to_full is not None:
-                self._fold(to_full, to_body)
         if self._attended == 1 + self.sharers:
             self._compress_if_due()
             if self.watch is not None:
@@ -243,10 +241,12 @@ class TieredLayer(CacheLayerMixin):
         scaling: float,
         softcap: float | None,
         weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Attention over all tiers, and the statistics of it."""
+    ) -> Tensor:
+        """Attention over all tiers; with weights the statistics decay by the new steps and gain what came with them."""
         store = self.tokens
         query, full, parts = self.positions.read(store, query)
+        bodies: list[Any] = [part.tokens for part in parts]
+        states = [] if weights is None else [store.full.state, *(tokens.state for tokens in bodies)]
         return tiered_attention(
             query,
             full,
@@ -256,15 +256,9 @@ class TieredLayer(CacheLayerMixin):
             mask=mask,
             weights=weights,
             softcap=softcap,
-        )
-
-    def _fold(self, to_full: Tensor, to_body: list[Tensor]) -> None:
-        """Decay the statistics by the new steps and add the attention that came with them."""
-        decay = (self.policy.decay or 1.0) ** self._new
-        body = [tokens.state for tokens in self.tokens.body() if len(tokens)]
-        for state, received in zip((self.tokens.full.state, *body), (to_full, *to_body)):
-            assert state is not None
-            torch.add(received, state, alpha=decay, out=state)
+            into=states,
+            decay=(self.policy.decay or 1.0) ** self._new,
+        )[0]
 
     def _begin(
         self, query: Tensor, scaling: float, upto: int, plain: bool = False, mask: Tensor | None = None

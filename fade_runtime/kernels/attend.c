@@ -37,6 +37,7 @@ typedef struct {
     float *out;                     /* [rows, queries, dim] */
     float *mass;                    /* [rows, full]; written if there are weights */
     float softcap;                  /* 0: none */
+    float decay;                    /* of the statistics that lie where new ones are written; 0: none do */
 } call;
 
 typedef struct {
@@ -206,35 +207,39 @@ static void packed_piece(const call *c, const float *rotated, const piece *p, fl
     }
 }
 
-static float *mass_of(const call *c, const piece *p) {
-    return p->part ? p->part->mass + p->first : c->mass + p->row * c->full + p->first;
+/* Statistics of a piece's tokens: each query's probabilities by its weight; share [queries]: of the piece. */
+static void receive(const call *c, const piece *p, const float *share) {
+    const int64_t stride = p->tokens + LANES;
+    float *mass = p->part ? p->part->mass + p->first : c->mass + p->row * c->full + p->first;
+    for (int64_t t = 0; t < p->tokens; t += LANES) {
+        vec sum = {0};
+        const size_t size = sizeof(float) * (size_t)least(LANES, p->tokens - t);
+        if (c->decay != 0.0f) memcpy(&sum, mass + t, size), sum *= c->decay;
+        for (int64_t q = 0; q < c->queries; q++) sum += load(p->probs + q * stride + t) * (c->weights[q] * share[q]);
+        memcpy(mass + t, &sum, size);
+    }
 }
 
-/* Merge the pieces of a row into its output, and its statistics. */
-static void merge(const call *c, const piece *from, const piece *to, float *out, float *rotated) {
-    const int64_t dim = c->dim;
-    for (const piece *p = from; p < to && c->weights; p++)
-        memset(mass_of(c, p), 0, sizeof(float) * (size_t)p->tokens);
-    for (int64_t q = 0; q < c->queries; q++, out += dim) {
+/* Merge the pieces of a row into its output, and its statistics; scratch: dim + pieces * queries floats. */
+static void merge(const call *c, const piece *from, const piece *to, float *out, float *scratch) {
+    const int64_t dim = c->dim, queries = c->queries;
+    float *rotated = scratch, *share = scratch + dim;
+    for (int64_t q = 0; q < queries; q++, out += dim) {
         float top = -FLT_MAX, total = 0.0f;
         for (const piece *p = from; p < to; p++) top = p->top[q] > top ? p->top[q] : top;
         for (const piece *p = from; p < to; p++) total += p->sum[q] * exp_one(p->top[q] - top);
         memset(out, 0, sizeof(float) * (size_t)dim);
         memset(rotated, 0, sizeof(float) * (size_t)dim);
-        for (const piece *p = from; p < to && total > 0.0f; p++) {
-            const float share = exp_one(p->top[q] - top) / total;
-            const float *acc = p->acc + q * dim;
+        for (const piece *p = from; p < to; p++) {
+            const float mine = total > 0.0f ? exp_one(p->top[q] - top) / total : 0.0f;
             float *sum = p->part ? rotated : out;
-            for (int64_t d = 0; d < dim; d++) sum[d] += share * acc[d];
-            if (c->weights) {
-                float *mass = mass_of(c, p);
-                const float *probs = p->probs + q * (p->tokens + LANES);
-                for (int64_t t = 0; t < p->tokens; t++) mass[t] += c->weights[q] * share * probs[t];
-            }
+            for (int64_t d = 0; d < dim; d++) sum[d] += mine * p->acc[q * dim + d];
+            share[(p - from) * queries + q] = mine;
         }
         hadamard(rotated, dim);
         for (int64_t d = 0; d < dim; d++) out[d] += rotated[d];
     }
+    for (const piece *p = from; p < to && c->weights; p++) receive(c, p, share + (p - from) * queries);
 }
 
 /* -- the call ----------------------------------------------------------------------------------------------------- */
@@ -282,43 +287,67 @@ static void *work(void *given) {
     }
 }
 
-/* Returns 0, or 1 without memory. */
+/* Floats that keep the probabilities of some pieces. */
+static int64_t kept_floats(const call *c, const piece *from, const piece *to) {
+    int64_t count = 0;
+    for (; from < to && c->weights; from++) count += c->queries * (from->tokens + LANES);
+    return count;
+}
+
+/* Share the pieces out between threads; probs: for kept_floats. */
+static void work_together(const call *c, piece *from, piece *to, const float *rotated, float *probs, worker *workers,
+                          pthread_t *running, int64_t threads) {
+    int64_t next = 0, started = 1;
+    for (piece *p = from; p < to && c->weights; p++) p->probs = probs, probs += c->queries * (p->tokens + LANES);
+    for (int64_t i = 0; i < threads; i++) {
+        workers[i].c = c, workers[i].rotated = rotated, workers[i].pieces = from;
+        workers[i].count = to - from, workers[i].next = &next;
+    }
+    while (started < threads && !pthread_create(running + started, NULL, work, workers + started)) started++;
+    work(workers);
+    for (int64_t i = 1; i < started; i++) pthread_join(running[i], NULL);
+}
+
+/* Returns 0, or 1 without memory. Threads share all rows; one alone takes row by row, so that what it keeps of a row
+ * stays in the processor's cache. */
 int attend(const call *c) {
     const int64_t queries = c->queries, dim = c->dim, states = queries * (2 + dim);
-    int64_t most = c->rows * (1 + c->full / PIECE), tokens = c->rows * c->full; /* most: pieces */
-    for (const packed *part = c->part; part < c->part + c->parts; part++) {
+    int64_t most = c->rows * (1 + c->full / PIECE), kept = 0; /* most: pieces */
+    for (const packed *part = c->part; part < c->part + c->parts; part++)
         most += part->pages / PIECE_PAGES + least(part->pages, c->rows);
-        for (int64_t p = 0; p < part->pages; p++) tokens += part->page_len[p];
-    }
-    const int64_t kept = c->weights ? (tokens + most * LANES) * queries : 0;
-    const int64_t scratch = scratch_floats(c), threads = least(c->threads, most);
-    const int64_t floats = c->rows * queries * dim + dim + most * states + kept + threads * scratch;
-    float *memory = malloc(sizeof(float) * (size_t)floats);
+    const int64_t scratch = scratch_floats(c), threads = least(c->threads, most), rows = threads > 1 ? c->rows : 1;
     piece *pieces = malloc(sizeof(piece) * (size_t)(most + c->parts));
-    int64_t *starts = malloc(sizeof(int64_t) * (size_t)(c->rows + 1)), next = 0;
+    int64_t *starts = malloc(sizeof(int64_t) * (size_t)(c->rows + 1));
     worker *workers = malloc(sizeof(worker) * (size_t)threads);
     pthread_t *running = malloc(sizeof(pthread_t) * (size_t)threads);
-    const int failed = !memory || !pieces || !starts || !workers || !running;
-    if (!failed) {
-        float *rotated = memory, *line = rotated + c->rows * queries * dim, *state = line + dim;
-        float *probs = state + most * states, *own = probs + kept;
+    float *memory = NULL;
+    if (pieces && starts && workers && running) {
+        const int64_t count = cut(c, pieces, starts, pieces + most);
+        for (int64_t row = 0; row < c->rows; row += rows) {
+            const int64_t floats = kept_floats(c, pieces + starts[row], pieces + starts[row + rows]);
+            kept = floats > kept ? floats : kept;
+        }
+        memory = malloc(sizeof(float) *
+                        (size_t)(c->rows * queries * dim + dim + count * (queries + states) + kept + threads * scratch));
+    }
+    if (memory) {
+        float *rotated = memory, *merged = rotated + c->rows * queries * dim;
+        const int64_t count = starts[c->rows];
+        float *state = merged + dim + count * queries;
+        float *probs = state + count * states, *own = probs + kept;
         memcpy(rotated, c->query, sizeof(float) * (size_t)(c->rows * queries * dim));
         for (int64_t i = 0; i < c->rows * queries; i++) hadamard(rotated + i * dim, dim);
-        const int64_t count = cut(c, pieces, starts, pieces + most);
         memset(state, 0, sizeof(float) * (size_t)(count * states));
-        for (piece *p = pieces; p < pieces + count; p++, state += states) {
+        for (piece *p = pieces; p < pieces + count; p++, state += states)
             p->top = state, p->sum = state + queries, p->acc = state + 2 * queries;
-            if (c->weights) p->probs = probs, probs += queries * (p->tokens + LANES);
+        for (int64_t i = 0; i < threads; i++) workers[i].scratch = own + i * scratch;
+        for (int64_t row = 0; row < c->rows; row += rows) {
+            work_together(c, pieces + starts[row], pieces + starts[row + rows], rotated, probs, workers, running, threads);
+            for (int64_t i = row; i < row + rows; i++)
+                merge(c, pieces + starts[i], pieces + starts[i + 1], c->out + i * queries * dim, merged);
         }
-        int started = 1;
-        for (int64_t i = 0; i < threads; i++)
-            workers[i] = (worker){c, rotated, pieces, count, &next, own + i * scratch};
-        while (started < threads && !pthread_create(running + started, NULL, work, workers + started)) started++;
-        work(workers);
-        for (int i = 1; i < started; i++) pthread_join(running[i], NULL);
-        for (int64_t row = 0; row < c->rows; row++)
-            merge(c, pieces + starts[row], pieces + starts[row + 1], c->out + row * queries * dim, line);
     }
+    const int failed = !memory;
     free(memory), free(pieces), free(starts), free(workers), free(running);
     return failed;
 }

@@ -109,6 +109,7 @@ class _Call(ctypes.Structure):
         *_sizes("rows", "queries", "dim", "groups", "parts", "full", "key_stride", "value_stride", "threads"),
         *_pointers("query", "key", "value", "bias", "weights", "part", "out", "mass"),
         ("softcap", ctypes.c_float),
+        ("decay", ctypes.c_float),
     )
 
 
@@ -125,21 +126,25 @@ def attend(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    into: Sequence[Tensor] = (),
+    decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Same as :func:`fade_runtime.kernels.reference.attend`, in C.
 
     Product quantisation, keys that are to be rotated, and odd head dims go to the reference, with all parts beside.
     """
     stored = [each for each in map(_stored, parts) if each is not None]
-    if len(stored) < len(parts) or len({each.groups for each in stored}) != 1:
-        return reference.attend(query, key, value, parts, weights, bias, softcap)
+    dense = all(each.is_contiguous() for each in into)
+    if len(stored) < len(parts) or len({each.groups for each in stored}) != 1 or not dense:
+        return reference.attend(query, key, value, parts, weights, bias, softcap, into, decay)
     rows, queries, dim = query.shape
     full, tokens = key.shape[1], 0
     asked, keys, values = query.float().contiguous(), _rows(key), _rows(value)
     given = asked, keys, values, _dense(bias), _dense(weights)
     out, mass, masses = torch.empty_like(asked), None, []
     if weights is not None:
-        mass, masses = asked.new_empty(rows, full), [asked.new_empty(each.tokens) for each in stored]
+        made = into or [asked.new_empty(rows, full), *(asked.new_empty(each.tokens) for each in stored)]
+        mass, masses = made[0], list(made[1:])
     biases = [_dense(part.bias) for part in parts]
     described = (_Packed * len(parts))(*(each.struct for each in stored))
     for one, each, own, received in zip_longest(described, stored, biases, masses):
@@ -148,6 +153,7 @@ def attend(
     call = _Call(
         rows, queries, dim, stored[0].groups, len(parts), full, keys.stride(0), values.stride(0), threads,
         *map(_address, given), ctypes.addressof(described), *map(_address, (out, mass)), softcap or 0.0,
+        decay if into else 0.0,
     )  # fmt: skip
     if _library().attend(ctypes.byref(call)):
         raise MemoryError("the CPU kernel could not allocate its buffers")

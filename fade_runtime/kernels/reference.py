@@ -192,6 +192,8 @@ def attend(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    into: Sequence[Tensor] = (),
+    decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Attention of each row's queries over the row's full-precision and stored tokens, under one softmax.
 
@@ -202,6 +204,8 @@ def attend(
         weights: [Q] weight of each query in the statistics, or None for no statistics.
         bias: [R, Q, n] added to the scores of full-precision tokens, or None.
         softcap: scores become ``softcap * tanh(score / softcap)`` before any bias; None: no such cap.
+        into: older statistics [R, n] and [T] of each part, contiguous float32. They are multiplied by ``decay``, the
+            new ones are added to them, and they are what is returned.
 
     Returns:
         output [R, Q, D] in the query's dtype, zero where nothing is visible; with weights, the attention that each
@@ -241,7 +245,23 @@ def attend(
     if weights is None:
         return out, None, []
     weights = weights.float()
-    return out, torch.einsum("rqn,q->rn", shares, weights), [body @ weights for body in bodies]
+    return out, *folded(torch.einsum("rqn,q->rn", shares, weights), [body @ weights for body in bodies], into, decay)
+
+
+def folded(
+    mass: Tensor, masses: list[Tensor], into: Sequence[Tensor], decay: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Statistics of full-precision tokens and of parts; ``into`` and ``decay`` as in :func:`attend`.
+
+    Example:
+        >>> folded(torch.tensor([[1.0]]), [], [torch.tensor([[4.0]])], decay=0.5)
+        (tensor([[3.]]), [])
+    """
+    if not into:
+        return mass, masses
+    for old, new in zip(into, (mass, *masses)):
+        torch.add(new, old, alpha=decay, out=old)
+    return into[0], list(into[1:])
 
 
 def _finish(scores: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

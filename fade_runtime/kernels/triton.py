@@ -35,6 +35,8 @@ def attend(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    into: Sequence[Tensor] = (),
+    decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Same as :func:`fade_runtime.kernels.reference.attend`, in Triton.
 
@@ -44,13 +46,14 @@ def attend(
     copy of them outlives the call.
     """
     if not parts or not all(_fits(part, query.shape[2]) for part in parts):
-        return reference.attend(query, key, value, parts, weights, bias, softcap)
+        return reference.attend(query, key, value, parts, weights, bias, softcap, into, decay)
     hows = [launch_of(query, part) for part in parts]
     if len(parts) == 1 and weights is None and softcap is None:  # what SDPA can do
         tokens = key.shape[1] + len(parts[0].tokens) / max(len(query), 1)
         if query.shape[1] >= hows[0].dense_from(tokens):
             return dense(query, key, value, parts[0], bias), None, []
-    return fused(query, key, value, parts, weights, bias, softcap, hows)
+    out, mass, masses = fused(query, key, value, parts, weights, bias, softcap, hows)
+    return out, *((mass, masses) if mass is None else reference.folded(mass, masses, into, decay))
 
 
 def launch_of(query: Tensor, part: Part) -> Launch:

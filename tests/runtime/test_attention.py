@@ -94,6 +94,22 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("at_once", [1 << 24, 4 * 74 * 5], ids=["one chunk", "chunks"])
+def test_statistics_are_added_to_older_ones(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    case = _case(2, 2, 90, [40, 11, 0, 33], 13)
+    query, parts = torch.randn(2, 4, 13, DIM), [Part(case["packed"])]
+    arguments: dict[str, Any] = dict(scaling=0.3, first=77, weights=torch.rand(13))
+    out, fresh, (fresh_packed,) = tiered_attention(query, case["full"], parts, **arguments)
+    assert fresh is not None
+    older = torch.rand_like(fresh), torch.rand_like(fresh_packed)
+    states = [state.clone() for state in older]
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", at_once)
+    again = tiered_attention(query, case["full"], parts, **arguments, into=states, decay=0.25)
+    torch.testing.assert_close(again[0], out)
+    for state, old, new in zip(states, older, (fresh, fresh_packed)):
+        torch.testing.assert_close(state, 0.25 * old + new)
+
+
 def test_holes_are_invisible() -> None:
     """Slot -1 marks a column of a short row; whatever lies there must not matter."""
     case = _case(1, 1, 60, [20], 1)

@@ -95,6 +95,14 @@ def test_compiled_kernel_equals_the_reference(
             given = query, key, value, [part], weights, bias, 3.0 if masked else None
             for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in both), strict=True):
                 assert _difference(ours, theirs) < 1e-5
+        older = torch.rand(len(counts), full), torch.rand(len(tokens))
+        states = [[state.clone() for state in older] for _ in both]
+        for kernel, into in zip(both, states):
+            _, mass, masses = kernel(*given, into, 0.5)
+            assert mass is not None
+            assert [each.data_ptr() for each in (mass, *masses)] == [each.data_ptr() for each in into]
+        for ours, theirs in zip(*states, strict=True):
+            assert _difference(ours, theirs) < 1e-5
         alone, mass, masses = cpu.attend(query, key, value, [part], None, bias, 3.0)
         assert (mass, masses) == (None, [])
         assert torch.equal(alone, cpu.attend(*given)[0])

@@ -111,7 +111,7 @@ def test_with_a_centroid_for_each_token_nothing_is_lost(model: Any) -> None:
         ("both", _config(exact, int4_budget=20, low_budget=None)),
         ("int4", FadeConfig(n_sink=SINK, recent_window=WINDOW)),
     ):
-        cache = create_tiered_cache(model, config)
+        cache = create_tiered_cache(model, config.with_options(page_tokens=64))
         _forward(model, ids[:, :length], cache)
         errors[name] = float((_forward(model, step, cache) - expected).norm() / expected.norm())
     assert errors["pq"] < 2e-3

@@ -114,6 +114,17 @@ def test_without_statistics_the_output_is_the_same() -> None:
     assert torch.equal(plain[0], triton.attend(query, key, value, parts, torch.ones(3), bias, cap)[0])
 
 
+def test_statistics_are_added_to_older_ones() -> None:
+    packed = _packed([70, 5], 64, BITS[0], mixed=True)
+    given = _asked(packed, 2, 3, 7, masked=True)
+    _, fresh, (fresh_packed,) = _alone(*given)
+    older = torch.rand(2, 7), torch.rand(len(packed))
+    states = [state.clone() for state in older]
+    triton.attend(*given, states, 0.5)
+    for state, old, new in zip(states, older, (fresh, fresh_packed)):
+        torch.testing.assert_close(state, 0.5 * old + new)
+
+
 @pytest.mark.parametrize("counts", [[0], [0, 0]], ids=str)
 def test_rows_without_stored_tokens(counts: list[int]) -> None:
     _agree(triton.attend, _asked(_packed(counts, 64, BITS[0], False), len(counts), 2, 3, masked=False))
