@@ -58,7 +58,7 @@ def test_safe_is_three_times_smaller_in_bfloat16(real_model_dir: Path, ids: Tens
     assert report["full_bytes"] == 2 * 30 * 3 * 64 * PROMPT * 2
 
 
-LOW = FadeConfig(int4_budget=0, low_budget=None)  # every body token in 4-bit keys and 2-bit values
+LOW = FadeConfig(int4_budget=0, low_budget=None, page_tokens=64)  # every body token: 4-bit keys, 2-bit values
 
 
 @pytest.mark.slow
