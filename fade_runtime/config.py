@@ -214,7 +214,7 @@ class FadeConfig:
 
     @classmethod
     def safe(cls, **options: Any) -> FadeConfig:
-        """Everything kept, the body in 4 bits: about 3.3 times smaller at 2,048 tokens."""
+        """Everything kept, the body in 4 bits: about 3.2 times smaller at 2,048 tokens."""
         return cls().with_options(**options)
 
     @classmethod
