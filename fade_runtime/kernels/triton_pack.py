@@ -68,15 +68,15 @@ def share(x, whole):
 @triton.jit
 def page_affine(low, high, real, levels: tl.constexpr):
     """Bytes of scale and zero of ``real`` channels [tile], and reach: see :func:`fade_runtime.quant.page_affine`."""
-    low, high = rimmed(low, high, levels)
-    least = tl.min(tl.where(real, low, float("inf")), axis=0).to(tl.float16)
-    spread = tl.max(tl.where(real, low, float("-inf")), axis=0) - least.to(tl.float32)
+    low, high = rimmed(low, high, levels)  # lines become [1], not numbers, which triton 3.6 cannot compile for sm_100
+    least = tl.min(tl.where(real, low, float("inf"))[None, :], axis=1).to(tl.float16)
+    spread = tl.max(tl.where(real, low, float("-inf"))[None, :], axis=1) - least.to(tl.float32)
     spread = tl.maximum(spread, 0.0).to(tl.float16)
     zero = tl.floor(share(low - least.to(tl.float32), spread))
     zero = tl.minimum(tl.maximum(zero, 0.0), 255.0)
     start = least.to(tl.float32) + zero * tl.div_rn(spread.to(tl.float32), 255.0)
     step = tl.div_rn(tl.maximum(high - start, 0.0), levels * 1.0)
-    most = tl.max(tl.where(real, step, 0.0), axis=0).to(tl.float16)
+    most = tl.max(tl.where(real, step, 0.0)[None, :], axis=1).to(tl.float16)
     scale = tl.minimum(tl.maximum(tl.ceil(share(step, most)), 0.0), 255.0)
     return scale, zero, most, least, spread
 
@@ -131,7 +131,7 @@ def pack_keys_kernel(
     where = page.to(tl.int64) * dim + channel
     tl.store(scales + where, scale.to(tl.uint8), mask=channel < dim)
     tl.store(zeros + where, zero.to(tl.uint8), mask=channel < dim)
-    reach += page * 3
+    reach += page * 3 + tl.arange(0, 1)
     tl.store(reach, most)
     tl.store(reach + 1, least)
     tl.store(reach + 2, spread)

@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 @triton.jit
 def page_keys(stored, page, high, low, many, count, keys, turn):
     """Keys [page, tile] of a page, channel by channel, rotated back by Hadamard; zero past ``count``."""
-    steps, levels, low_levels = tl.arange(0, keys.page), keys.levels, keys.low_levels
+    steps = tl.arange(0, keys.page)
     is_low = (steps >= many) & (steps < count)
     out = tl.zeros((keys.page, turn.tile), tl.float32)
     unit, least, zero_unit = load_units(stored.key_reach, page)
@@ -48,12 +48,12 @@ def page_keys(stored, page, high, low, many, count, keys, turn):
         channel = at + tl.arange(0, CHUNK)
         some = tl.zeros((keys.page, CHUNK), tl.float32)
         if keys.high:
-            some += plain_codes(stored.key_codes, high, steps, steps < many, channel, keys.dim, keys.bits, levels)
+            some += plain_codes(stored.key_codes, high, steps, steps < many, channel, keys.dim, keys.bits, keys.levels)
         if keys.low:
             few = plain_codes(
-                stored.low_key_codes, low, steps - many, is_low, channel, keys.dim, keys.low_bits, low_levels
+                stored.low_key_codes, low, steps - many, is_low, channel, keys.dim, keys.low_bits, keys.low_levels
             )
-            some += middles(few, is_low, levels, low_levels)
+            some += middles(few, is_low, keys.levels, keys.low_levels)
         beside, real = page * keys.dim + channel, channel < keys.dim
         scale = load_params(stored.key_scale + beside, real, unit, 0.0)
         zero = load_params(stored.key_zero + beside, real, zero_unit, least)
