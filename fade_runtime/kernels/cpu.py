@@ -229,7 +229,11 @@ def self_test() -> None:
         packed = pack_tokens(body_key, body_value, rows, torch.arange(75), None, low=low, bits=bits)
         parts = [Part(packed, bias=packed_bias), Part(packed.keep(low))]
         given = query, key, value, parts, weights, bias, cap
-        ours, theirs = attend(*given), reference.attend(*given)
+        sizes = (3, 70), *((len(part.tokens),) for part in parts)
+        older = [torch.rand(size, generator=generator) for size in sizes]
+        ours, theirs = (
+            kernel(*given, [each.clone() for each in older], 0.5) for kernel in (attend, reference.attend)
+        )
         for name, mine, other in zip(RESULTS, (*ours[:2], *ours[2]), (*theirs[:2], *theirs[2])):
             if mine is None or other is None or not torch.allclose(mine, other, atol=1e-4, rtol=1e-4):
                 raise FadeError(f"the compiled CPU kernel disagrees with the reference in its {name}")

@@ -81,10 +81,10 @@ class _Unpacked:
 
 
 def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, Tensor, slice]]:
-    """Cut the pages into chunks: pages, index [p, 64] into the tokens (None: dense), real [p, 64], tokens."""
+    """Cut the pages into chunks: pages, index [p, page] into the tokens (None: dense), real [p, page], tokens."""
     lengths = packed.page_len.long()
     ends = lengths.cumsum(0).tolist()
-    steps = torch.arange(quant.PAGE, device=lengths.device)
+    steps = torch.arange(packed.page_tokens, device=lengths.device)
     for first in range(0, len(ends), PAGES_AT_ONCE):
         pages = slice(first, min(first + PAGES_AT_ONCE, len(ends)))
         tokens = slice(ends[first - 1] if first else 0, ends[pages.stop - 1])
@@ -94,9 +94,9 @@ def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, T
         yield pages, None if dense else (begins + steps).clamp(max=tokens.stop - 1), real, tokens
 
 
-def _by_page(codes: _Unpacked, index: Tensor | None, tokens: slice, dtype: torch.dtype) -> Tensor:
+def _by_page(codes: _Unpacked, index: Tensor | None, tokens: slice, real: Tensor, dtype: torch.dtype) -> Tensor:
     chosen = codes(tokens if index is None else index.flatten(), dtype)
-    return chosen.unflatten(0, (-1, quant.PAGE))  # [p, 64, D]
+    return chosen.unflatten(0, real.shape)  # [p, page, D]
 
 
 def packed_scores(query: Tensor, packed: PackedTokens) -> Tensor:
@@ -116,8 +116,8 @@ def packed_scores(query: Tensor, packed: PackedTokens) -> Tensor:
         scale, zero = packed.key_params(pages)
         folded = mine * scale[:, None].to(query.dtype)
         offset = mine @ zero[:, :, None].to(query.dtype)  # [p, Q, 1]
-        codes = _by_page(unpacked, index, tokens, query.dtype)
-        block = (folded @ codes.transpose(1, 2) + offset).transpose(1, 2)  # [p, 64, Q]
+        codes = _by_page(unpacked, index, tokens, real, query.dtype)
+        block = (folded @ codes.transpose(1, 2) + offset).transpose(1, 2)  # [p, page, Q]
         scores[tokens] = block.flatten(0, 1) if index is None else block[real]
     return scores
 
@@ -137,14 +137,14 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
     for pages, index, real, tokens in _page_chunks(packed):
         chosen = tokens if index is None else index
         weights, scale, zero = (
-            t[chosen].to(probs.dtype).unflatten(0, (-1, quant.PAGE))
+            t[chosen].to(probs.dtype).unflatten(0, real.shape)
             if index is None
             else t[chosen].to(probs.dtype)
             for t in (probs, packed.value_scale, packed.value_zero)
         )
         if index is not None:
             weights = weights * real[..., None]
-        codes = _by_page(unpacked, index, tokens, probs.dtype).unflatten(-1, (groups, -1))
+        codes = _by_page(unpacked, index, tokens, real, probs.dtype).unflatten(-1, (groups, -1))
         folded = torch.einsum("ptq,ptn->pnqt", weights, scale)
         block = folded @ codes.permute(0, 2, 1, 3)  # [p, groups, Q, D / groups]
         block = block + torch.einsum("ptq,ptn->pnq", weights, zero)[..., None]
