@@ -16,6 +16,7 @@
 
 #define PIECE_PAGES 16 /* most pages of a piece */
 #define PIECE (PAGE * PIECE_PAGES)
+#define LINE_OF (PIECE + LANES) /* floats of a piece's line, and room for a vector that begins in it */
 
 typedef struct {
     int64_t pages, key_bits, value_bits, low_key_bits, low_value_bits;
@@ -44,7 +45,7 @@ typedef struct {
     const packed *part;             /* NULL: full-precision tokens */
     int64_t row, page, pages;
     int64_t first, low, tokens;     /* place among the part's (full-precision) tokens, among its low ones; count */
-    float *probs;                   /* [queries, tokens + LANES] relative to top; NULL: not kept */
+    float *probs;                   /* [queries, line_of] relative to top; NULL: not kept */
     float *top, *sum, *acc;         /* [queries], [queries], [queries, dim]: the piece's softmax */
 } piece;
 
@@ -52,15 +53,17 @@ typedef struct {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Up to whole vectors: memory is cut at their multiples, since those that cross a line of the cache take twice as long. */
+static int64_t rounded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+/* Floats from a piece's line to the next. */
+static int64_t line_of(const piece *p) { return rounded(p->tokens) + LANES; }
+
 /* Scores -> exponentials relative to their largest, which is returned with their sum; LANES more become 0. */
 static void softmax(float *line, int64_t n, float *top, float *sum) {
     vec high = (vec){0} - FLT_MAX, all = {0}; /* finite where nothing is visible */
     for (int64_t t = n; t % LANES; t++) line[t] = -INFINITY;
-    for (int64_t t = 0; t < n; t += LANES) {
-        const vec x = load(line + t);
-        const ints more = x > high;
-        high = (vec)(((ints)x & more) | ((ints)high & ~more));
-    }
+    for (int64_t t = 0; t < n; t += LANES) high = larger(load(line + t), high);
     *top = high[0];
     for (int i = 1; i < LANES; i++) *top = high[i] > *top ? high[i] : *top;
     for (int64_t t = 0; t < n; t += LANES) {
@@ -84,8 +87,7 @@ static void finish(const call *c, float *line, int64_t n, const float *bias, int
 }
 
 static void full_piece(const call *c, const piece *p, float *probs) {
-    float weight[BLOCK * PAGE];
-    const int64_t dim = c->dim, stride = p->tokens + LANES;
+    const int64_t dim = c->dim, stride = line_of(p);
     const float *key = c->key + p->row * c->key_stride + p->first * dim, zeros[BLOCK] = {0};
     const float *value = c->value + p->row * c->value_stride + p->first * dim;
     for (int64_t q = 0; q < c->queries; q += BLOCK) {
@@ -98,11 +100,7 @@ static void full_piece(const call *c, const piece *p, float *probs) {
             finish(c, lines + i * stride, p->tokens, bias, 1);
             softmax(lines + i * stride, p->tokens, p->top + q + i, p->sum + q + i);
         }
-        for (int64_t t = 0; t < p->tokens; t += PAGE) {
-            const int64_t n = least(PAGE, p->tokens - t);
-            for (int i = 0; i < count; i++) memcpy(weight + i * PAGE, lines + i * stride + t, sizeof(float) * (size_t)n);
-            any_weigh((const uint8_t *)(value + t * dim), FLOAT, n, dim, 1, weight, count, p->acc + q * dim);
-        }
+        any_weigh((const uint8_t *)value, FLOAT, p->tokens, dim, 1, lines, stride, count, p->acc + q * dim);
     }
 }
 
@@ -134,89 +132,118 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
     }
     const uint8_t *codes = part->key_codes + high * bytes_of(bits, dim);
     const uint8_t *low_codes = part->low_key_codes + low * bytes_of(low_bits, dim);
-    if (many) code_dots(codes, bits, many, dim, folded, constant, count, line, stride, tile);
-    if (few) code_dots(low_codes, low_bits, few, dim, low_folded, low_constant, count, line + many, stride, tile);
+    const uint8_t *values = part->value_codes + high * bytes_of((int)part->value_bits, dim);
+    const uint8_t *low_values = part->low_value_codes + low * bytes_of((int)part->low_value_bits, dim);
+    if (many) code_dots(codes, bits, many, dim, folded, constant, count, line, stride, tile, values);
+    if (few) code_dots(low_codes, low_bits, few, dim, low_folded, low_constant, count, line + many, stride, tile, low_values);
 }
 
-/* Float16 [n, groups] -> float32 [groups, PAGE], zero from n to the end of a vector. */
+/* Float16 [n, groups] -> float32 [groups, LINE_OF]; scratch: n * groups floats. */
 static void by_group(const uint16_t *from, int64_t n, int64_t groups, float *scratch, float *to) {
-    for (int64_t g = 0; g < groups; g++) store(to + g * PAGE + (n - 1) / LANES * LANES, (vec){0}); /* the last vector */
     to_float(from, n * groups, groups == 1 ? to : scratch);
     for (int64_t t = 0; t < n && groups > 1; t++)
-        for (int64_t g = 0; g < groups; g++) to[g * PAGE + t] = scratch[t * groups + g];
+        for (int64_t g = 0; g < groups; g++) to[g * LINE_OF + t] = scratch[t * groups + g];
 }
 
-/* Add a page's values to acc; scratch: PAGE * (2 * groups + BLOCK * groups + dim) floats. */
-static void page_values(const packed *part, int64_t dim, int64_t groups, const float *probs, int64_t stride, int count,
-                        int64_t page, int64_t token, int64_t high, int64_t low, float *scratch, float *acc) {
-    const int64_t width = dim / groups, n = part->page_len[page], few = part->page_low[page], many = n - few;
-    float *scale = scratch, *zero = scale + PAGE * groups, *weight = zero + PAGE * groups;
-    float *tile = weight + BLOCK * PAGE * groups;
-    const int bits = (int)part->value_bits, low_bits = (int)part->low_value_bits;
-    const float step = step_of(bits, low_bits), rest = (step - 1) / 2;
-    by_group(part->value_scale + token * groups, n, groups, tile, scale);
-    by_group(part->value_zero + token * groups, n, groups, tile, zero);
-    for (int64_t g = 0; g < groups; g++)
-        for (int64_t t = g * PAGE + many; t < g * PAGE + n; t++) zero[t] += rest * scale[t], scale[t] *= step;
-    for (int64_t g = 0; g < groups; g++)
-        for (int q = 0; q < count; q++) {
-            float *mine = weight + (g * BLOCK + q) * PAGE, *sum = acc + q * dim + g * width;
-            vec offset = {0};
-            for (int64_t t = 0; t < n; t += LANES) {
-                const vec p = load(probs + q * stride + t);
-                store(mine + t, p * load(scale + g * PAGE + t));
-                offset += p * load(zero + g * PAGE + t);
-            }
-            const float all = total(offset);
-            for (int64_t d = 0; d < width; d += NARROW) store_narrow(sum + d, load_narrow(sum + d) + all);
+/* Weights of n tokens' codes under some queries, probabilities times a scale, and into the lanes of `sum` of each query
+ * what their zeros weigh. A code stands for `step` levels, from `rest` on. Writes up to a vector more. */
+static void weights(const float *probs, int64_t stride, int count, const float *scale, const float *zero, int64_t n,
+                    float step, float rest, float *weight, float *sum, int64_t sum_stride) {
+    ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int q = 0; q < count; q++) {
+        vec all = load(sum + q * sum_stride);
+        for (int64_t t = 0; t < n; t += LANES) {
+            const ints mine = lane < (int32_t)(n - t);
+            const vec by = load(scale + t), p = (vec)((ints)load(probs + q * stride + t) & mine);
+            const vec low = (vec)((ints)(load(zero + t) + by * rest) & mine);
+            store(weight + q * LINE_OF + t, p * by * step);
+            all += p * low;
         }
-    const uint8_t *codes = part->value_codes + high * bytes_of(bits, dim);
-    const uint8_t *low_codes = part->low_value_codes + low * bytes_of(low_bits, dim);
-    if (many) code_weigh(codes, bits, many, dim, groups, weight, count, acc, tile);
-    if (few) code_weigh(low_codes, low_bits, few, dim, groups, weight + many, count, acc, tile);
+        store(sum + q * sum_stride, all);
+    }
+}
+
+/* Add a piece's values to acc under up to BLOCK queries, whose probabilities are given. `scale`, `zero`
+ * [groups, LINE_OF]; zeros [count, groups, LANES]: what the zeros weigh, in lanes; scratch: weights
+ * [groups, BLOCK, LINE_OF], then what `code_weigh` asks for. */
+static void piece_values(const call *c, const piece *p, const float *probs, int count, const float *scale,
+                         const float *zero, float *scratch, float *zeros, float *acc) {
+    const packed *part = p->part;
+    const int64_t dim = c->dim, groups = c->groups, stride = line_of(p);
+    float *tile = scratch + groups * BLOCK * LINE_OF;
+    for (int low = 0; low < 2; low++) {
+        const int bits = (int)(low ? part->low_value_bits : part->value_bits);
+        const float step = low ? step_of((int)part->value_bits, bits) : 1.0f;
+        const uint8_t *codes = low ? part->low_value_codes + p->low * bytes_of(bits, dim)
+                                   : part->value_codes + (p->first - p->low) * bytes_of(bits, dim);
+        int64_t tokens = 0, at = 0;
+        for (int64_t page = p->page; page < p->page + p->pages; at += part->page_len[page++]) {
+            const int64_t few = part->page_low[page], many = part->page_len[page] - few;
+            const int64_t n = low ? few : many, from = low ? at + many : at;
+            for (int64_t g = 0; g < groups && n; g++)
+                weights(probs + from, stride, count, scale + g * LINE_OF + from, zero + g * LINE_OF + from, n, step,
+                        (step - 1) / 2, scratch + g * BLOCK * LINE_OF + tokens, zeros + g * LANES, groups * LANES);
+            tokens += n;
+        }
+        const int key_bits = (int)(low ? part->low_key_bits : part->key_bits);
+        const uint8_t *keys = (low ? part->low_key_codes : part->key_codes) + bytes_of(key_bits, dim) * (tokens + (low ? p->low : p->first - p->low));
+        if (tokens) code_weigh(codes, bits, tokens, dim, groups, scratch, LINE_OF, count, acc, tile, keys);
+    }
 }
 
 static int64_t scratch_floats(const call *c) {
-    return PAGE * c->dim + (2 + 2 * BLOCK) * c->dim + (2 + BLOCK) * PAGE * c->groups +
-           (c->weights ? 0 : c->queries * (PIECE + LANES));
+    const int64_t scores = (2 + 2 * BLOCK + PAGE) * c->dim, lines = c->groups * LINE_OF;
+    const int64_t values = (2 + 2 * BLOCK) * lines + PAGE * c->dim + c->queries * c->groups * LANES;
+    return (scores > values ? scores : values) + (c->weights ? 0 : c->queries * LINE_OF);
 }
 
 static void packed_piece(const call *c, const float *rotated, const piece *p, float *probs, float *scratch) {
     const packed *part = p->part;
-    const int64_t dim = c->dim, stride = p->tokens + LANES;
-    for (int pass = 0; pass < 2; pass++) {
-        int64_t done = 0, low = p->low, high = p->first - p->low;
-        for (int64_t page = p->page; page < p->page + p->pages; page++) {
-            for (int64_t q = 0; q < c->queries; q += BLOCK) {
-                const int count = (int)least(BLOCK, c->queries - q);
-                const float *query = rotated + (p->row * c->queries + q) * dim;
-                float *line = probs + q * stride + done;
-                if (pass == 0) page_scores(part, dim, query, count, page, high, low, scratch, line, stride);
-                else
-                    page_values(part, dim, c->groups, line, stride, count, page, p->first + done, high, low, scratch,
-                                p->acc + q * dim);
-            }
-            done += part->page_len[page];
-            low += part->page_low[page], high += part->page_len[page] - part->page_low[page];
-        }
-        for (int64_t q = 0; q < c->queries && pass == 0; q++) {
-            const float *bias = part->bias ? part->bias + p->first * c->queries + q : NULL;
-            finish(c, probs + q * stride, p->tokens, bias, c->queries);
-            softmax(probs + q * stride, p->tokens, p->top + q, p->sum + q);
-        }
+    const int64_t dim = c->dim, groups = c->groups, stride = line_of(p), width = dim / groups;
+    int64_t done = 0, low = p->low, high = p->first - p->low;
+    const int64_t kb = bytes_of((int)part->key_bits, dim), vb = bytes_of((int)part->value_bits, dim);
+    for (int64_t i = 0; i < p->tokens * vb; i += 4096) ask(part->value_codes + high * vb + i);
+    for (int64_t i = 0; i < p->tokens * kb; i += 4096) ask(part->key_codes + (high + p->tokens) * kb + i);
+    for (int64_t page = p->page; page < p->page + p->pages; page++) {
+        const int64_t at = p->first + done, n = part->page_len[page];
+        for (int64_t i = 0; i < n * groups; i += 32) ask(part->value_scale + at * groups + i), ask(part->value_zero + at * groups + i);
+        for (int64_t i = 0; i < n && c->weights; i += LANES) ask(part->mass + at + i);
+        for (int64_t q = 0; q < c->queries; q += BLOCK)
+            page_scores(part, dim, rotated + (p->row * c->queries + q) * dim, (int)least(BLOCK, c->queries - q), page,
+                        high, low, scratch, probs + q * stride + done, stride);
+        done += part->page_len[page];
+        low += part->page_low[page], high += part->page_len[page] - part->page_low[page];
+    }
+    for (int64_t q = 0; q < c->queries; q++) {
+        finish(c, probs + q * stride, p->tokens, part->bias ? part->bias + p->first * c->queries + q : NULL, c->queries);
+        softmax(probs + q * stride, p->tokens, p->top + q, p->sum + q);
+    }
+    float *scale = scratch, *zero = scale + groups * LINE_OF, *zeros = zero + groups * LINE_OF;
+    float *rest = zeros + c->queries * groups * LANES;
+    memset(zeros, 0, sizeof(float) * (size_t)(rest - zeros));
+    by_group(part->value_scale + p->first * groups, p->tokens, groups, rest, scale);
+    by_group(part->value_zero + p->first * groups, p->tokens, groups, rest, zero);
+    for (int64_t q = 0; q < c->queries; q += BLOCK)
+        piece_values(c, p, probs + q * stride, (int)least(BLOCK, c->queries - q), scale, zero, rest,
+                     zeros + q * groups * LANES, p->acc + q * dim);
+    for (int64_t i = 0; i < c->queries * groups; i++) {
+        const float all = total(load(zeros + i * LANES));
+        for (int64_t d = i * width; d < (i + 1) * width; d++) p->acc[d] += all;
     }
 }
 
-/* Statistics of a piece's tokens: each query's probabilities by its weight; share [queries]: of the piece. */
+/* Statistics of a piece's tokens: each query's probabilities by its share, on top of older ones. */
 static void receive(const call *c, const piece *p, const float *share) {
-    const int64_t stride = p->tokens + LANES;
-    float *mass = p->part ? p->part->mass + p->first : c->mass + p->row * c->full + p->first;
+    const int64_t stride = line_of(p), whole = p->tokens / LANES * LANES;
+    float *mass = p->part ? p->part->mass + p->first : c->mass + p->row * c->full + p->first, rest[LANES];
     for (int64_t t = 0; t < p->tokens; t += LANES) {
-        vec sum = {0};
-        const size_t size = sizeof(float) * (size_t)least(LANES, p->tokens - t);
-        if (c->decay != 0.0f) memcpy(&sum, mass + t, size), sum *= c->decay;
-        for (int64_t q = 0; q < c->queries; q++) sum += load(p->probs + q * stride + t) * (c->weights[q] * share[q]);
-        memcpy(mass + t, &sum, size);
+        const size_t size = sizeof(float) * (size_t)(p->tokens - t);
+        float *to = t < whole ? mass + t : memcpy(rest, mass + t, size);
+        vec sum = c->decay != 0.0f ? load(to) * c->decay : (vec){0};
+        for (int64_t q = 0; q < c->queries; q++) sum += load(p->probs + q * stride + t) * share[q];
+        store(to, sum);
+        if (t == whole) memcpy(mass + t, rest, size);
     }
 }
 
@@ -234,7 +261,7 @@ static void merge(const call *c, const piece *from, const piece *to, float *out,
             const float mine = total > 0.0f ? exp_one(p->top[q] - top) / total : 0.0f;
             float *sum = p->part ? rotated : out;
             for (int64_t d = 0; d < dim; d++) sum[d] += mine * p->acc[q * dim + d];
-            share[(p - from) * queries + q] = mine;
+            share[(p - from) * queries + q] = c->weights ? mine * c->weights[q] : 0.0f;
         }
         hadamard(rotated, dim);
         for (int64_t d = 0; d < dim; d++) out[d] += rotated[d];
@@ -281,7 +308,7 @@ static void *work(void *given) {
         const int64_t i = __atomic_fetch_add(w->next, 1, __ATOMIC_RELAXED);
         if (i >= w->count) return NULL;
         const piece *p = w->pieces + i;
-        float *probs = p->probs ? p->probs : w->scratch + scratch_floats(w->c) - w->c->queries * (PIECE + LANES);
+        float *probs = p->probs ? p->probs : w->scratch + scratch_floats(w->c) - w->c->queries * LINE_OF;
         if (p->part) packed_piece(w->c, w->rotated, p, probs, w->scratch);
         else full_piece(w->c, p, probs);
     }
@@ -290,7 +317,7 @@ static void *work(void *given) {
 /* Floats that keep the probabilities of some pieces. */
 static int64_t kept_floats(const call *c, const piece *from, const piece *to) {
     int64_t count = 0;
-    for (; from < to && c->weights; from++) count += c->queries * (from->tokens + LANES);
+    for (; from < to && c->weights; from++) count += c->queries * line_of(from);
     return count;
 }
 
@@ -298,7 +325,7 @@ static int64_t kept_floats(const call *c, const piece *from, const piece *to) {
 static void work_together(const call *c, piece *from, piece *to, const float *rotated, float *probs, worker *workers,
                           pthread_t *running, int64_t threads) {
     int64_t next = 0, started = 1;
-    for (piece *p = from; p < to && c->weights; p++) p->probs = probs, probs += c->queries * (p->tokens + LANES);
+    for (piece *p = from; p < to && c->weights; p++) p->probs = probs, probs += c->queries * line_of(p);
     for (int64_t i = 0; i < threads; i++) {
         workers[i].c = c, workers[i].rotated = rotated, workers[i].pieces = from;
         workers[i].count = to - from, workers[i].next = &next;
@@ -311,7 +338,7 @@ static void work_together(const call *c, piece *from, piece *to, const float *ro
 /* Returns 0, or 1 without memory. Threads share all rows; one alone takes row by row, so that what it keeps of a row
  * stays in the processor's cache. */
 int attend(const call *c) {
-    const int64_t queries = c->queries, dim = c->dim, states = queries * (2 + dim);
+    const int64_t queries = c->queries, dim = c->dim, states = rounded(queries * (2 + dim));
     int64_t most = c->rows * (1 + c->full / PIECE), kept = 0; /* most: pieces */
     for (const packed *part = c->part; part < c->part + c->parts; part++)
         most += part->pages / PIECE_PAGES + least(part->pages, c->rows);
@@ -327,19 +354,19 @@ int attend(const call *c) {
             const int64_t floats = kept_floats(c, pieces + starts[row], pieces + starts[row + rows]);
             kept = floats > kept ? floats : kept;
         }
-        memory = malloc(sizeof(float) *
-                        (size_t)(c->rows * queries * dim + dim + count * (queries + states) + kept + threads * scratch));
+        const int64_t floats = c->rows * queries * dim + dim + rounded(count * queries) + count * states + kept;
+        memory = aligned_alloc(sizeof(vec), sizeof(float) * (size_t)(floats + threads * scratch));
     }
     if (memory) {
         float *rotated = memory, *merged = rotated + c->rows * queries * dim;
         const int64_t count = starts[c->rows];
-        float *state = merged + dim + count * queries;
+        float *state = merged + dim + rounded(count * queries);
         float *probs = state + count * states, *own = probs + kept;
         memcpy(rotated, c->query, sizeof(float) * (size_t)(c->rows * queries * dim));
         for (int64_t i = 0; i < c->rows * queries; i++) hadamard(rotated + i * dim, dim);
         memset(state, 0, sizeof(float) * (size_t)(count * states));
         for (piece *p = pieces; p < pieces + count; p++, state += states)
-            p->top = state, p->sum = state + queries, p->acc = state + 2 * queries;
+            p->acc = state, p->top = state + queries * dim, p->sum = p->top + queries;
         for (int64_t i = 0; i < threads; i++) workers[i].scratch = own + i * scratch;
         for (int64_t row = 0; row < c->rows; row += rows) {
             work_together(c, pieces + starts[row], pieces + starts[row + rows], rotated, probs, workers, running, threads);

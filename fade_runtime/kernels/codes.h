@@ -30,6 +30,9 @@ typedef int32_t narrow_ints __attribute__((vector_size(NARROW * 4)));
 typedef float quad __attribute__((vector_size(16)));
 typedef uint8_t bytes __attribute__((vector_size(NARROW)));
 
+/* Bring a line of memory, if there is one, into the second level of the cache. */
+inlined void ask(const void *at) { __builtin_prefetch(at, 0, 2); }
+
 /* -- numbers ------------------------------------------------------------------------------------------------------ */
 
 inlined vec load(const float *from) {
@@ -96,17 +99,34 @@ static void to_float(const uint16_t *restrict from, int64_t count, float *restri
 
 /* to[i] = step * from[i] + least, count a multiple of NARROW. */
 static void from_bytes(const uint8_t *from, int64_t count, float step, float least, float *to) {
-    for (int64_t i = 0; i < count; i += NARROW)
+    int64_t i = 0;
+#ifdef __AVX512F__ /* what is read in whole vectors is best written so */
+    for (; i + LANES <= count; i += LANES) {
+        const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+        store(to + i, (vec)_mm512_cvtepi32_ps(codes) * step + least);
+    }
+#endif
+    for (; i < count; i += NARROW)
         store_narrow(to + i, __builtin_convertvector(widen(from + i), narrow) * step + least);
 }
 
-/* exp(x) for x <= 0: 2^k * 2^f, f in [-1/2, 1/2], relative error below 3e-7; 0 below 2^-126. */
+/* The larger of two; b where a is NaN. */
+inlined vec larger(vec a, vec b) {
+#ifdef __AVX512F__
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined __AVX2__
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    const ints more = a > b;
+    return (vec)(((ints)a & more) | ((ints)b & ~more));
+#endif
+}
+
+/* exp(x) for x <= 0: 2^k * 2^f, f in [-1/2, 1/2], relative error below 3e-7; 0 below 2^-126.5. */
 inlined vec exp_negative(vec x) {
-    const vec y = x * 1.44269504088896341f;
+    const vec y = larger((vec){0} - 127.0f, x * 1.44269504088896341f); /* NaN stays */
     const vec magic = (vec){0} + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    const ints tiny = y < -126.0f;
-    const vec bounded = (vec)(((ints)y & ~tiny) | ((ints)((vec){0} - 126.0f) & tiny));
-    const vec shifted = bounded + magic, f = bounded - (shifted - magic);
+    const vec shifted = y + magic, f = y - (shifted - magic);
     vec p = (vec){0} + 1.5403530393381609e-4f;
     p = p * f + 1.3333558146428443e-3f;
     p = p * f + 9.6181291076284772e-3f;
@@ -114,8 +134,7 @@ inlined vec exp_negative(vec x) {
     p = p * f + 2.4022650695910072e-1f;
     p = p * f + 6.9314718055994531e-1f;
     p = p * f + 1.0f;
-    const vec power = (vec)(((ints)shifted << 23) + (127 << 23)); /* the integer is in the lowest bits */
-    return (vec)((ints)(p * power) & ~tiny);
+    return p * (vec)(((ints)shifted << 23) + (127 << 23)); /* the integer is in the lowest bits; -127 gives 0 */
 }
 
 inlined float exp_one(float x) { return exp_negative((vec){0} + x)[0]; }
@@ -184,14 +203,14 @@ inlined void dots(const uint8_t *from, const int bits, int64_t tokens, int64_t d
 
 /* Up to BLOCK vectors of channels of `weigh`, from channel i of each part. */
 inlined void weigh_some(const uint8_t *from, const int bits, const int steps, int64_t i, int64_t tokens, int64_t dim,
-                        int64_t groups, const float *weight, const int count, float *out) {
+                        int64_t groups, const float *weight, int64_t stride, const int count, float *out) {
     const int parts = parts_of(bits);
     const int64_t width = dim / parts, size = bytes_of(bits, dim);
     narrow acc[BLOCK][BLOCK]; /* channels, query */
     const float *mine[BLOCK];
     for (int v = 0; v < steps * parts; v++) {
         const int64_t at = v % parts * width + i + v / parts * NARROW;
-        mine[v] = weight + (groups == 1 ? 0 : at * groups / dim * BLOCK * PAGE);
+        mine[v] = weight + (groups == 1 ? 0 : at * groups / dim * BLOCK * stride);
         for (int q = 0; q < count; q++) acc[v][q] = load_narrow(out + q * dim + at);
     }
     for (int64_t t = 0; t < tokens; t++, from += size)
@@ -202,7 +221,7 @@ inlined void weigh_some(const uint8_t *from, const int bits, const int steps, in
                 for (int j = 0; j < many; j++) x[j] = channels(from, i + s * NARROW, part + j, bits);
                 __asm__ volatile("" ::: "memory"); /* weights are read again: kept in registers they push out sums */
                 for (int q = 0; q < count; q++)
-                    for (int j = 0; j < many; j++) acc[v + j][q] += x[j] * mine[v + j][q * PAGE + t];
+                    for (int j = 0; j < many; j++) acc[v + j][q] += x[j] * mine[v + j][q * stride + t];
             }
         }
     for (int v = 0; v < steps * parts; v++)
@@ -210,15 +229,15 @@ inlined void weigh_some(const uint8_t *from, const int bits, const int steps, in
             store_narrow(out + q * dim + v % parts * width + i + v / parts * NARROW, acc[v][q]);
 }
 
-/* out[q][d] += sum over t of weight[group of d][q][t] * token t [d]. */
+/* out[q][d] += sum over t of weight[group of d][q][t] * token t [d]; weight: [groups, BLOCK, stride]. */
 inlined void weigh(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, int64_t groups,
-                   const float *weight, const int count, float *out) {
+                   const float *weight, int64_t stride, const int count, float *out) {
     const int steps = BLOCK / parts_of(bits);
     const int64_t width = dim / parts_of(bits);
     int64_t i = 0;
     for (; i + steps * NARROW <= width; i += steps * NARROW)
-        weigh_some(from, bits, steps, i, tokens, dim, groups, weight, count, out);
-    for (; i < width; i += NARROW) weigh_some(from, bits, 1, i, tokens, dim, groups, weight, count, out);
+        weigh_some(from, bits, steps, i, tokens, dim, groups, weight, stride, count, out);
+    for (; i < width; i += NARROW) weigh_some(from, bits, 1, i, tokens, dim, groups, weight, stride, count, out);
 }
 
 /* Both with bits and count as constants, which keeps the sums in registers. */
@@ -234,12 +253,13 @@ static void any_dots(const uint8_t *from, int bits, int64_t tokens, int64_t dim,
 }
 
 static void any_weigh(const uint8_t *from, int bits, int64_t tokens, int64_t dim, int64_t groups, const float *weight,
-                      int count, float *out) {
+                      int64_t stride, int count, float *out) {
 #define CASE(BITS, COUNT) \
-    case BITS * 8 + COUNT: weigh(from, BITS, tokens, dim, groups, weight, COUNT, out); break;
+    case BITS * 8 + COUNT: weigh(from, BITS, tokens, dim, groups, weight, stride, COUNT, out); break;
     if (count == BLOCK) { /* more sums than registers */
-        any_weigh(from, bits, tokens, dim, groups, weight, BLOCK / 2, out);
-        any_weigh(from, bits, tokens, dim, groups, weight + BLOCK / 2 * PAGE, BLOCK / 2, out + BLOCK / 2 * dim);
+        const int half = BLOCK / 2;
+        any_weigh(from, bits, tokens, dim, groups, weight, stride, half, out);
+        any_weigh(from, bits, tokens, dim, groups, weight + half * stride, stride, half, out + half * dim);
         return;
     }
     switch (bits * 8 + count) { EACH(CASE) }

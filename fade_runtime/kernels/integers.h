@@ -14,8 +14,8 @@
 #define BYTES 3         /* of a float */
 #define LARGEST 8.3e6f  /* below 127 * (1 + 256 + 256^2) */
 #define WIDTH 16        /* bytes of a token that are taken at once */
-#define AHEAD PAGE      /* tokens that are asked for before their turn */
-#define MOST_DIM 512    /* sums stay below 2^24, which floats hold exactly */
+#define MOST_DIM 512    /* sums over channels stay below 2^24, which floats hold exactly */
+#define MOST_GROUPS 8
 
 typedef __m512i wide;
 
@@ -36,11 +36,12 @@ inlined float to_bytes(const float *from, const int count, int64_t stride, int64
         14, 10, 6, 2, 61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52, 48, 44, 40, 36, 32, 28,
         24, 20, 16, 12, 8, 4, 0);
     const wide half = _mm512_set1_epi32(0x808080); /* bytes become b + 128, none carries */
-    __m512 top = _mm512_setzero_ps();
+    __m512 top[BLOCK] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int64_t i = 0; i < n; i += 16)
         for (int q = 0; q < count; q++)
-            top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_maskz_loadu_ps(below(n - i), from + q * stride + i)));
-    const float largest = _mm512_reduce_max_ps(top), some = largest > 1e-30f ? largest : INFINITY;
+            top[q] = _mm512_max_ps(top[q], _mm512_abs_ps(_mm512_maskz_loadu_ps(below(n - i), from + q * stride + i)));
+    const __m512 all = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
+    const float largest = _mm512_reduce_max_ps(all), some = largest > 1e-30f ? largest : INFINITY;
     const __m512 scale = _mm512_set1_ps(LARGEST / some);
     for (int64_t i = 0; i < n; i += 16)
         for (int q = 0; q < count; q++) {
@@ -65,10 +66,17 @@ inlined wide part_codes(wide bytes, int part, const int bits) {
     return _mm512_and_si512(_mm512_srli_epi16(bytes, part * bits), _mm512_set1_epi8((1 << bits) - 1));
 }
 
-/* sum += products of each lane's four codes with four bytes. Written out, since compilers load the bytes first and
- * then lack registers for sums. */
+/* sum += products of each lane's four codes with four bytes, and so for two sums. Written out, since compilers load the
+ * bytes first and then lack registers for sums. */
 inlined void multiply(wide *sum, wide codes, const int8_t *bytes) {
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(*sum) : "v"(codes), "m"(*(const int32_t *)bytes));
+}
+
+inlined void multiply_two(wide *sum, wide *sum2, wide codes, wide codes2, const int8_t *bytes) {
+    wide same;
+    __asm__("vpbroadcastd %5, %2\n\tvpdpbusd %2, %3, %0\n\tvpdpbusd %2, %4, %1"
+            : "+v"(*sum), "+v"(*sum2), "=&v"(same)
+            : "v"(codes), "v"(codes2), "m"(*(const int32_t *)bytes));
 }
 
 /* The floats that the sums over each byte make. */
@@ -92,21 +100,25 @@ inlined void columns(const uint8_t *from, int64_t size, wide column[4]) {
 /* `dots` of 16 * groups tokens, of which `tokens` are written. */
 inlined void integer_dots_of(const uint8_t *from, const int bits, const int groups, int64_t tokens, int64_t dim,
                              const int8_t *query, float factor, const float *constant, const int count, float *line,
-                             int64_t stride) {
+                             int64_t stride, const uint8_t *next) {
     const int64_t size = bytes_of(bits, dim);
     wide sum[BLOCK][2][BYTES] = {0}, column[2][4];
     for (int64_t i = 0; i < size; i += WIDTH) {
         for (int g = 0; g < groups; g++) columns(from + g * 16 * size + i, size, column[g]);
+#pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            for (int g = 0; g < groups; g++) __builtin_prefetch(from + (AHEAD + g * 16) * size + 16 * i + 64 * j);
+            for (int g = 0; g < groups; g++) ask(next + 16 * (g * size + i + 4 * j));
+#pragma GCC unroll 4
             for (int part = 0; part < parts_of(bits); part++) {
                 wide codes[2];
                 for (int g = 0; g < groups; g++) codes[g] = part_codes(column[g][j], part, bits);
                 const int8_t *mine = query + place(part * size + i) + 4 * j;
                 for (int q = 0; q < count; q++)
-                    for (int b = 0; b < BYTES; b++)
-                        for (int g = 0; g < groups; g++)
-                            multiply(&sum[q][g][b], codes[g], mine + q * LINE + b * PLANE);
+                    for (int b = 0; b < BYTES; b++) {
+                        const int8_t *four = mine + q * LINE + b * PLANE;
+                        if (groups == 1) multiply(&sum[q][0][b], codes[0], four);
+                        else multiply_two(&sum[q][0][b], &sum[q][1][b], codes[0], codes[1], four);
+                    }
             }
         }
     }
@@ -118,25 +130,28 @@ inlined void integer_dots_of(const uint8_t *from, const int bits, const int grou
 }
 
 inlined void integer_dots(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, const float *query,
-                          const float *constant, const int count, float *line, int64_t stride) {
+                          const float *constant, const int count, float *line, int64_t stride, const uint8_t *next) {
     const int64_t size = bytes_of(bits, dim);
-    int8_t bytes[BLOCK * 4 * MOST_DIM];
+    _Alignas(64) int8_t bytes[BLOCK * 4 * MOST_DIM];
     uint8_t padded[16 * MOST_DIM];
     const float factor = to_bytes(query, count, dim, dim, bytes);
     int64_t t = 0;
     for (; t + 32 <= tokens; t += 32)
-        integer_dots_of(from + t * size, bits, 2, 32, dim, bytes, factor, constant, count, line + t, stride);
+        integer_dots_of(from + t * size, bits, 2, 32, dim, bytes, factor, constant, count, line + t, stride,
+                        next + t * size);
     for (; t < tokens; t += 16) {
         const uint8_t *mine = from + t * size;
         if (t + 16 > tokens) mine = memcpy(padded, mine, (size_t)((tokens - t) * size));
-        integer_dots_of(mine, bits, 1, tokens - t, dim, bytes, factor, constant, count, line + t, stride);
+        integer_dots_of(mine, bits, 1, tokens - t, dim, bytes, factor, constant, count, line + t, stride,
+                        next + t * size);
     }
 }
 
-/* One or two parts of `weigh`, from channel i of each, 16 channels, tokens first to last (a multiple of 4). */
+/* One or two parts of `weigh`, from channel i of each, 16 channels, tokens first to last (a multiple of 4); weight: the
+ * bytes of a group's weights, `stride` floats a line, factor: of each group. */
 inlined void integer_weigh_of(const uint8_t *from, const int bits, const int part, int64_t i, int64_t first,
-                              int64_t last, int64_t dim, int64_t groups, const int8_t *weight, const float *factor,
-                              const int count, float *out) {
+                              int64_t last, int64_t dim, const int64_t groups, const int8_t *weight, int64_t stride,
+                              const float *factor, const int count, float *out, const uint8_t *next) {
     const int parts = bits == 8 ? 1 : 2;
     const int64_t size = bytes_of(bits, dim);
     const wide by_token = _mm512_set_epi8(
@@ -144,17 +159,22 @@ inlined void integer_weigh_of(const uint8_t *from, const int bits, const int par
         56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20, 4, 51, 35, 19, 3, 50, 34, 18, 2, 49, 33,
         17, 1, 48, 32, 16, 0);
     wide sum[2][BLOCK][BYTES] = {0};
-    int64_t group[2];
-    for (int p = 0; p < parts; p++) group[p] = groups == 1 ? 0 : ((part + p) * size + i) * groups / dim;
+    int64_t group[2] = {0};
+    for (int p = 0; p < parts && groups > 1; p++) group[p] = ((part + p) * size + i) * groups / dim;
+    const int8_t *mine[2] = {weight + place(group[0] * stride), weight + place(group[1] * stride)};
     for (int64_t t = first; t < last; t += 4, from += 4 * size) {
-        __builtin_prefetch(from + AHEAD * size + 4 * i);
+        ask(next + t * WIDTH);
         const wide four = _mm512_permutexvar_epi8(by_token, four_tokens(from + i, size));
-        for (int p = 0; p < parts; p++) {
-            const wide codes = part_codes(four, part + p, bits);
-            const int8_t *mine = weight + place(group[p] * PAGE + t);
-            for (int q = 0; q < count; q++)
-                for (int b = 0; b < BYTES; b++) multiply(&sum[p][q][b], codes, mine + q * LINE + b * PLANE);
-        }
+        wide codes[2];
+        for (int p = 0; p < parts; p++) codes[p] = part_codes(four, part + p, bits);
+        for (int q = 0; q < count; q++)
+            for (int b = 0; b < BYTES; b++) {
+                const int64_t at = place(t) + q * LINE + b * PLANE;
+                if (parts == 2 && groups == 1)
+                    multiply_two(&sum[0][q][b], &sum[1][q][b], codes[0], codes[1], mine[0] + at);
+                else
+                    for (int p = 0; p < parts; p++) multiply(&sum[p][q][b], codes[p], mine[p] + at);
+            }
     }
     for (int p = 0; p < parts; p++)
         for (int q = 0; q < count; q++) {
@@ -163,20 +183,23 @@ inlined void integer_weigh_of(const uint8_t *from, const int bits, const int par
         }
 }
 
-inlined void integer_weigh(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, int64_t groups,
-                           const float *weight, const int count, float *out) {
+/* stride: a multiple of 16; bytes: as many as weights have. */
+inlined void integer_weigh(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, const int64_t groups,
+                           const float *weight, int64_t stride, const int count, int8_t *bytes, float *out,
+                           const uint8_t *next) {
     const int64_t size = bytes_of(bits, dim), fours = tokens & ~3;
-    int8_t bytes[BLOCK * 4 * MOST_DIM];
     uint8_t padded[4 * MOST_DIM];
-    float factor[MOST_DIM / PAGE];
+    float factor[MOST_GROUPS];
     for (int64_t g = 0; g < groups; g++)
-        factor[g] = to_bytes(weight + g * BLOCK * PAGE, count, PAGE, tokens, bytes + place(g * PAGE));
+        factor[g] = to_bytes(weight + g * BLOCK * stride, count, stride, tokens, bytes + place(g * stride));
     if (fours < tokens) memcpy(padded, from + fours * size, (size_t)((tokens - fours) * size));
     for (int64_t i = 0; i < size; i += WIDTH)
         for (int part = 0; part < parts_of(bits); part += 2) {
-            integer_weigh_of(from, bits, part, i, 0, fours, dim, groups, bytes, factor, count, out);
+            const uint8_t *then = next + i * tokens;
+            integer_weigh_of(from, bits, part, i, 0, fours, dim, groups, bytes, stride, factor, count, out, then);
             if (fours < tokens)
-                integer_weigh_of(padded, bits, part, i, fours, fours + 4, dim, groups, bytes, factor, count, out);
+                integer_weigh_of(padded, bits, part, i, fours, fours + 4, dim, groups, bytes, stride, factor, count, out,
+                                 then);
         }
 }
 #endif
@@ -185,7 +208,7 @@ inlined void integer_weigh(const uint8_t *from, const int bits, int64_t tokens, 
 inlined int in_integers(int bits, int64_t dim, int64_t groups) {
 #ifdef INTEGERS
     return bits != FLOAT && bytes_of(bits, dim) % WIDTH == 0 && dim / groups % 16 == 0 &&
-           dim <= MOST_DIM && groups <= MOST_DIM / PAGE;
+           dim <= MOST_DIM && groups <= MOST_GROUPS;
 #else
     return (void)bits, (void)dim, (void)groups, 0;
 #endif
@@ -193,35 +216,40 @@ inlined int in_integers(int bits, int64_t dim, int64_t groups) {
 
 #define EACH_BITS(CASE) EACH_COUNT(CASE, 2) EACH_COUNT(CASE, 4) EACH_COUNT(CASE, 8)
 
-/* Ask for the bytes that come a page later, whatever they are. */
-static void fetch_ahead(const uint8_t *from, int64_t size) {
-    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + size + i);
-}
-
-/* `any_dots` of codes as they are stored; tile: tokens * dim floats. */
+/* `any_dots` of codes as they are stored; tile: tokens * dim floats. Meanwhile as many bytes are asked for from `next`. */
 static void code_dots(const uint8_t *from, int bits, int64_t tokens, int64_t dim, const float *query,
-                      const float *constant, int count, float *line, int64_t stride, float *tile) {
+                      const float *constant, int count, float *line, int64_t stride, float *tile,
+                      const uint8_t *next) {
 #ifdef INTEGERS
 #define CASE(BITS, COUNT) \
-    case BITS * 8 + COUNT: integer_dots(from, BITS, tokens, dim, query, constant, COUNT, line, stride); return;
+    case BITS * 8 + COUNT: integer_dots(from, BITS, tokens, dim, query, constant, COUNT, line, stride, next); return;
     if (in_integers(bits, dim, 1)) switch (bits * 8 + count) { EACH_BITS(CASE) }
 #undef CASE
 #endif
-    fetch_ahead(from, tokens * bytes_of(bits, dim));
+    for (int64_t i = 0; i < tokens * bytes_of(bits, dim); i += 64) ask(next + i);
     from = ready(from, &bits, tokens, dim, tile);
     any_dots(from, bits, tokens, dim, query, constant, count, line, stride);
 }
 
-/* `any_weigh` of codes as they are stored; tile: tokens * dim floats. */
+/* `any_weigh` of codes as they are stored; stride: a multiple of 16; tile: PAGE * dim floats, and as many as weights.
+ * Meanwhile as many bytes are asked for from `next`. */
 static void code_weigh(const uint8_t *from, int bits, int64_t tokens, int64_t dim, int64_t groups, const float *weight,
-                       int count, float *out, float *tile) {
+                       int64_t stride, int count, float *out, float *tile, const uint8_t *next) {
 #ifdef INTEGERS
-#define CASE(BITS, COUNT) \
-    case BITS * 8 + COUNT: integer_weigh(from, BITS, tokens, dim, groups, weight, COUNT, out); return;
+#define CASE(BITS, COUNT)                                                                                            \
+    case BITS * 8 + COUNT:                                                                                           \
+        if (groups == 1) integer_weigh(from, BITS, tokens, dim, 1, weight, stride, COUNT, (int8_t *)tile, out, next); \
+        else integer_weigh(from, BITS, tokens, dim, groups, weight, stride, COUNT, (int8_t *)tile, out, next);       \
+        return;
     if (in_integers(bits, dim, groups)) switch (bits * 8 + count) { EACH_BITS(CASE) }
 #undef CASE
 #endif
-    fetch_ahead(from, tokens * bytes_of(bits, dim));
-    from = ready(from, &bits, tokens, dim, tile);
-    any_weigh(from, bits, tokens, dim, groups, weight, count, out);
+    const int64_t size = bytes_of(bits, dim);
+    for (int64_t t = 0, n; t < tokens; t += n) {
+        int ready_bits = bits;
+        n = tokens - t < PAGE ? tokens - t : PAGE;
+        for (int64_t i = t * size; i < (t + n) * size; i += 64) ask(next + i);
+        const uint8_t *codes = ready(from + t * size, &ready_bits, n, dim, tile);
+        any_weigh(codes, ready_bits, n, dim, groups, weight + t, stride, count, out);
+    }
 }
