@@ -62,8 +62,10 @@ static int64_t line_of(const piece *p) { return rounded(p->tokens) + LANES; }
 /* Scores -> exponentials relative to their largest, which is returned with their sum; LANES more become 0. */
 static void softmax(float *line, int64_t n, float *top, float *sum) {
     vec high = (vec){0} - FLT_MAX, all = {0}; /* finite where nothing is visible */
-    for (int64_t t = n; t % LANES; t++) line[t] = -INFINITY;
-    for (int64_t t = 0; t < n; t += LANES) high = larger(load(line + t), high);
+    for (int64_t t = n; t % (2 * LANES); t++) line[t] = -INFINITY;
+    vec more = high;
+    for (int64_t t = 0; t < n; t += 2 * LANES) high = larger(load(line + t), high), more = larger(load(line + t + LANES), more);
+    high = larger(more, high);
     *top = high[0];
     for (int i = 1; i < LANES; i++) *top = high[i] > *top ? high[i] : *top;
     for (int64_t t = 0; t < n; t += LANES) {
@@ -109,56 +111,53 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
                         int64_t low, float *scratch, float *line, int64_t stride) {
     const int64_t few = part->page_low[page], many = part->page_len[page] - few;
     float *scale = scratch, *zero = scale + dim, *folded = zero + dim, *low_folded = folded + BLOCK * dim;
-    float *tile = low_folded + BLOCK * dim, constant[BLOCK], low_constant[BLOCK], reach[3];
+    float *tile = low_folded + BLOCK * dim, reach[3];
     const int bits = (int)part->key_bits, low_bits = (int)part->low_key_bits;
     const float step = step_of(bits, low_bits), rest = (step - 1) / 2;
     to_float(part->key_reach + page * 3, 3, reach);
     from_bytes(part->key_scale + page * dim, dim, reach[0] / 255.0f, 0.0f, scale);
     from_bytes(part->key_zero + page * dim, dim, reach[2] / 255.0f, reach[1], zero);
+    narrow offsets[BLOCK] = {0}, scales[BLOCK] = {0};
     for (int q = 0; q < count; q++) {
-        vec offset = {0}, scales = {0};
+        vec offset = {0}, all = {0};
         for (int64_t d = 0; d < dim; d += LANES) {
-            const vec mine = load(query + q * dim + d);
-            store(folded + q * dim + d, mine * load(scale + d));
+            const vec mine = load(query + q * dim + d), by = mine * load(scale + d);
+            store(folded + q * dim + d, by);
             offset += mine * load(zero + d);
+            if (few) store(low_folded + q * dim + d, by * step), all += by;
         }
-        constant[q] = total(offset);
-        for (int64_t d = 0; d < dim && few; d += LANES) {
-            const vec mine = load(folded + q * dim + d);
-            store(low_folded + q * dim + d, mine * step);
-            scales += mine;
-        }
-        low_constant[q] = few ? constant[q] + rest * total(scales) : 0.0f;
+        offsets[q] = halves(offset), scales[q] = halves(all);
     }
+    const quad constant = sums(offsets[0], offsets[1], offsets[2], offsets[3]);
+    const quad low_constant = constant + rest * sums(scales[0], scales[1], scales[2], scales[3]);
     const uint8_t *codes = part->key_codes + high * bytes_of(bits, dim);
     const uint8_t *low_codes = part->low_key_codes + low * bytes_of(low_bits, dim);
     const uint8_t *values = part->value_codes + high * bytes_of((int)part->value_bits, dim);
     const uint8_t *low_values = part->low_value_codes + low * bytes_of((int)part->low_value_bits, dim);
-    if (many) code_dots(codes, bits, many, dim, folded, constant, count, line, stride, tile, values);
-    if (few) code_dots(low_codes, low_bits, few, dim, low_folded, low_constant, count, line + many, stride, tile, low_values);
+    if (many) code_dots(codes, bits, many, dim, folded, (const float *)&constant, count, line, stride, tile, values);
+    if (few) code_dots(low_codes, low_bits, few, dim, low_folded, (const float *)&low_constant, count, line + many, stride, tile, low_values);
 }
 
-/* Float16 [n, groups] -> float32 [groups, LINE_OF]; scratch: n * groups floats. */
+/* Float16 [n, groups] -> float32 [groups, LINE_OF], zero for a vector more; scratch: n * groups floats. */
 static void by_group(const uint16_t *from, int64_t n, int64_t groups, float *scratch, float *to) {
     to_float(from, n * groups, groups == 1 ? to : scratch);
     for (int64_t t = 0; t < n && groups > 1; t++)
         for (int64_t g = 0; g < groups; g++) to[g * LINE_OF + t] = scratch[t * groups + g];
+    for (int64_t g = 0; g < groups; g++) store(to + g * LINE_OF + n, (vec){0});
 }
 
 /* Weights of n tokens' codes under some queries, probabilities times a scale, and into the lanes of `sum` of each query
  * what their zeros weigh. A code stands for `step` levels, from `rest` on. Writes up to a vector more. */
 static void weights(const float *probs, int64_t stride, int count, const float *scale, const float *zero, int64_t n,
                     float step, float rest, float *weight, float *sum, int64_t sum_stride) {
-    ints lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int q = 0; q < count; q++) {
         vec all = load(sum + q * sum_stride);
         for (int64_t t = 0; t < n; t += LANES) {
-            const ints mine = lane < (int32_t)(n - t);
-            const vec by = load(scale + t), p = (vec)((ints)load(probs + q * stride + t) & mine);
-            const vec low = (vec)((ints)(load(zero + t) + by * rest) & mine);
+            const vec by = load(scale + t);
+            vec p = load(probs + q * stride + t);
+            for (int i = 0; i < LANES && n - t < LANES; i++) p[i] = t + i < n ? p[i] : 0.0f; /* others follow */
             store(weight + q * LINE_OF + t, p * by * step);
-            all += p * low;
+            all += p * (load(zero + t) + by * rest);
         }
         store(sum + q * sum_stride, all);
     }
@@ -177,14 +176,17 @@ static void piece_values(const call *c, const piece *p, const float *probs, int 
         const float step = low ? step_of((int)part->value_bits, bits) : 1.0f;
         const uint8_t *codes = low ? part->low_value_codes + p->low * bytes_of(bits, dim)
                                    : part->value_codes + (p->first - p->low) * bytes_of(bits, dim);
-        int64_t tokens = 0, at = 0;
-        for (int64_t page = p->page; page < p->page + p->pages; at += part->page_len[page++]) {
-            const int64_t few = part->page_low[page], many = part->page_len[page] - few;
-            const int64_t n = low ? few : many, from = low ? at + many : at;
-            for (int64_t g = 0; g < groups && n; g++)
+        int64_t tokens = 0, from = 0, to = 0; /* a run of tokens of the tier */
+        for (int64_t page = p->page; page < p->page + p->pages; page++) {
+            const int64_t few = part->page_low[page];
+            if (low) from = to + part->page_len[page] - few;
+            to += part->page_len[page];
+            if (!low && !few && page + 1 < p->page + p->pages) continue;
+            const int64_t n = low ? few : to - few - from;
+            for (int64_t g = 0; g < groups; g++)
                 weights(probs + from, stride, count, scale + g * LINE_OF + from, zero + g * LINE_OF + from, n, step,
                         (step - 1) / 2, scratch + g * BLOCK * LINE_OF + tokens, zeros + g * LANES, groups * LANES);
-            tokens += n;
+            tokens += n, from = to;
         }
         const int key_bits = (int)(low ? part->low_key_bits : part->key_bits);
         const uint8_t *keys = (low ? part->low_key_codes : part->key_codes) + bytes_of(key_bits, dim) * (tokens + (low ? p->low : p->first - p->low));

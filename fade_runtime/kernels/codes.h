@@ -73,10 +73,14 @@ inlined quad sums(narrow a, narrow b, narrow c, narrow d) {
 #endif
 }
 
-inlined float total(vec v) {
+inlined narrow halves(vec v) {
     narrow half[2] = {{0}, {0}};
     memcpy(half, &v, sizeof v);
-    const narrow all = half[0] + half[1];
+    return half[0] + half[1];
+}
+
+inlined float total(vec v) {
+    const narrow all = halves(v);
     return sums(all, all, all, all)[0];
 }
 

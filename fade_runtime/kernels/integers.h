@@ -16,6 +16,7 @@
 #define WIDTH 16        /* bytes of a token that are taken at once */
 #define MOST_DIM 512    /* sums over channels stay below 2^24, which floats hold exactly */
 #define MOST_GROUPS 8
+#define SHORT 32        /* bytes of a token that are read in other ways */
 
 typedef __m512i wide;
 
@@ -36,6 +37,7 @@ inlined float to_bytes(const float *from, const int count, int64_t stride, int64
         14, 10, 6, 2, 61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52, 48, 44, 40, 36, 32, 28,
         24, 20, 16, 12, 8, 4, 0);
     const wide half = _mm512_set1_epi32(0x808080); /* bytes become b + 128, none carries */
+    const __m512 shift = _mm512_set1_ps(0x808080); /* exact, and so are the sums, which stay in (0, 2^24) */
     __m512 top[BLOCK] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
     for (int64_t i = 0; i < n; i += 16)
         for (int q = 0; q < count; q++)
@@ -46,13 +48,13 @@ inlined float to_bytes(const float *from, const int count, int64_t stride, int64
     for (int64_t i = 0; i < n; i += 16)
         for (int q = 0; q < count; q++) {
             const __m512 mine = _mm512_maskz_loadu_ps(below(n - i), from + q * stride + i);
-            const wide x = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(mine, scale)), half);
+            const wide x = _mm512_cvtps_epi32(_mm512_fmadd_ps(mine, scale, shift));
             _mm512_storeu_si512(bytes + place(i) + q * LINE, _mm512_permutexvar_epi8(planes, _mm512_xor_si512(x, half)));
         }
     return largest / LARGEST;
 }
 
-/* 16 bytes of each of four tokens, `step` bytes apart. */
+/* 16 bytes of each of four tokens, `step` bytes apart; `from` is byte i of the first. In two loads if a token has 32. */
 inlined wide four_tokens(const uint8_t *from, int64_t step) {
     wide four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
     four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(from + step)), 1);
@@ -60,10 +62,21 @@ inlined wide four_tokens(const uint8_t *from, int64_t step) {
     return _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(from + 3 * step)), 3);
 }
 
+/* The same of tokens of 32 bytes that follow each other; `from` is the first's first byte. */
+inlined wide four_short_tokens(const uint8_t *from, int64_t i) {
+    const wide halves = _mm512_set_epi64(13, 12, 9, 8, 5, 4, 1, 0), at = _mm512_set1_epi64(i / 8);
+    return _mm512_permutex2var_epi64(_mm512_loadu_si512(from), _mm512_add_epi64(halves, at), _mm512_loadu_si512(from + 64));
+}
+
 /* The codes of a part in bytes that hold 8 / bits parts. */
 inlined wide part_codes(wide bytes, int part, const int bits) {
     if (bits == 8) return bytes;
     return _mm512_and_si512(_mm512_srli_epi16(bytes, part * bits), _mm512_set1_epi8((1 << bits) - 1));
+}
+
+/* The same, but times 2^(part * bits). */
+inlined wide raised_codes(wide bytes, int part, const int bits) {
+    return bits == 8 ? bytes : _mm512_and_si512(bytes, _mm512_set1_epi8((char)(((1 << bits) - 1) << (part * bits))));
 }
 
 /* sum += products of each lane's four codes with four bytes, and so for two sums. Written out, since compilers load the
@@ -87,8 +100,9 @@ inlined __m512 whole(const wide *bytes, float factor) {
     return _mm512_mul_ps(sum, _mm512_set1_ps(factor));
 }
 
-/* Four bytes a lane: bytes 4 * j to 4 * j + 3 of 16 tokens. */
-inlined void columns(const uint8_t *from, int64_t size, wide column[4]) {
+/* Four bytes a lane: bytes i + 4 * j to i + 4 * j + 3 of 16 tokens. */
+inlined void columns(const uint8_t *from, int64_t size, int64_t i, wide column[4]) {
+    from += i;
     const wide a = four_tokens(from, 4 * size), b = four_tokens(from + size, 4 * size);
     const wide c = four_tokens(from + 2 * size, 4 * size), d = four_tokens(from + 3 * size, 4 * size);
     const wide ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
@@ -97,14 +111,29 @@ inlined void columns(const uint8_t *from, int64_t size, wide column[4]) {
     column[2] = _mm512_unpacklo_epi64(ab2, cd2), column[3] = _mm512_unpackhi_epi64(ab2, cd2);
 }
 
+/* The same of tokens of 32 bytes, with fewer loads and shuffles. */
+inlined void short_columns(const uint8_t *from, int64_t i, wide column[4]) {
+    const wide turn = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0); /* of four tokens */
+    const wide at = _mm512_add_epi32(turn, _mm512_set1_epi32((int)i / 4));
+    wide x[4];
+    for (int k = 0; k < 4; k++)
+        x[k] = _mm512_permutex2var_epi32(_mm512_loadu_si512(from + 128 * k), at, _mm512_loadu_si512(from + 128 * k + 64));
+    const wide ab = _mm512_shuffle_i32x4(x[0], x[1], 0x44), cd = _mm512_shuffle_i32x4(x[2], x[3], 0x44);
+    const wide ab2 = _mm512_shuffle_i32x4(x[0], x[1], 0xee), cd2 = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+    column[0] = _mm512_shuffle_i32x4(ab, cd, 0x88), column[1] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
+    column[2] = _mm512_shuffle_i32x4(ab2, cd2, 0x88), column[3] = _mm512_shuffle_i32x4(ab2, cd2, 0xdd);
+}
+
 /* `dots` of 16 * groups tokens, of which `tokens` are written. */
-inlined void integer_dots_of(const uint8_t *from, const int bits, const int groups, int64_t tokens, int64_t dim,
+inlined void integer_dots_of(const uint8_t *from, const int bits, const int groups, int64_t tokens, const int64_t size,
                              const int8_t *query, float factor, const float *constant, const int count, float *line,
                              int64_t stride, const uint8_t *next) {
-    const int64_t size = bytes_of(bits, dim);
     wide sum[BLOCK][2][BYTES] = {0}, column[2][4];
     for (int64_t i = 0; i < size; i += WIDTH) {
-        for (int g = 0; g < groups; g++) columns(from + g * 16 * size + i, size, column[g]);
+        for (int g = 0; g < groups; g++) {
+            if (size == SHORT) short_columns(from + g * 16 * size, i, column[g]);
+            else columns(from + g * 16 * size, size, i, column[g]);
+        }
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             for (int g = 0; g < groups; g++) ask(next + 16 * (g * size + i + 4 * j));
@@ -136,13 +165,16 @@ inlined void integer_dots(const uint8_t *from, const int bits, int64_t tokens, i
     uint8_t padded[16 * MOST_DIM];
     const float factor = to_bytes(query, count, dim, dim, bytes);
     int64_t t = 0;
+    for (; t + 32 <= tokens && size == SHORT; t += 32)
+        integer_dots_of(from + t * size, bits, 2, 32, SHORT, bytes, factor, constant, count, line + t, stride,
+                        next + t * size);
     for (; t + 32 <= tokens; t += 32)
-        integer_dots_of(from + t * size, bits, 2, 32, dim, bytes, factor, constant, count, line + t, stride,
+        integer_dots_of(from + t * size, bits, 2, 32, size, bytes, factor, constant, count, line + t, stride,
                         next + t * size);
     for (; t < tokens; t += 16) {
         const uint8_t *mine = from + t * size;
         if (t + 16 > tokens) mine = memcpy(padded, mine, (size_t)((tokens - t) * size));
-        integer_dots_of(mine, bits, 1, tokens - t, dim, bytes, factor, constant, count, line + t, stride,
+        integer_dots_of(mine, bits, 1, tokens - t, size, bytes, factor, constant, count, line + t, stride,
                         next + t * size);
     }
 }
@@ -150,10 +182,10 @@ inlined void integer_dots(const uint8_t *from, const int bits, int64_t tokens, i
 /* One or two parts of `weigh`, from channel i of each, 16 channels, tokens first to last (a multiple of 4); weight: the
  * bytes of a group's weights, `stride` floats a line, factor: of each group. */
 inlined void integer_weigh_of(const uint8_t *from, const int bits, const int part, int64_t i, int64_t first,
-                              int64_t last, int64_t dim, const int64_t groups, const int8_t *weight, int64_t stride,
-                              const float *factor, const int count, float *out, const uint8_t *next) {
+                              int64_t last, const int64_t size, int64_t dim, const int64_t groups,
+                              const int8_t *weight, int64_t stride, const float *factor, const int count, float *out,
+                              const uint8_t *next) {
     const int parts = bits == 8 ? 1 : 2;
-    const int64_t size = bytes_of(bits, dim);
     const wide by_token = _mm512_set_epi8(
         63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26, 10, 57, 41, 25, 9,
         56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20, 4, 51, 35, 19, 3, 50, 34, 18, 2, 49, 33,
@@ -164,9 +196,10 @@ inlined void integer_weigh_of(const uint8_t *from, const int bits, const int par
     const int8_t *mine[2] = {weight + place(group[0] * stride), weight + place(group[1] * stride)};
     for (int64_t t = first; t < last; t += 4, from += 4 * size) {
         ask(next + t * WIDTH);
-        const wide four = _mm512_permutexvar_epi8(by_token, four_tokens(from + i, size));
+        const wide mixed = size == SHORT ? four_short_tokens(from, i) : four_tokens(from + i, size);
+        const wide four = _mm512_permutexvar_epi8(by_token, mixed);
         wide codes[2];
-        for (int p = 0; p < parts; p++) codes[p] = part_codes(four, part + p, bits);
+        for (int p = 0; p < parts; p++) codes[p] = raised_codes(four, part + p, bits);
         for (int q = 0; q < count; q++)
             for (int b = 0; b < BYTES; b++) {
                 const int64_t at = place(t) + q * LINE + b * PLANE;
@@ -179,7 +212,8 @@ inlined void integer_weigh_of(const uint8_t *from, const int bits, const int par
     for (int p = 0; p < parts; p++)
         for (int q = 0; q < count; q++) {
             float *to = out + q * dim + (part + p) * size + i;
-            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), whole(sum[p][q], factor[group[p]])));
+            const float unit = factor[group[p]] / (float)(1 << (bits == 8 ? 0 : (part + p) * bits));
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), whole(sum[p][q], unit)));
         }
 }
 
@@ -196,10 +230,12 @@ inlined void integer_weigh(const uint8_t *from, const int bits, int64_t tokens, 
     for (int64_t i = 0; i < size; i += WIDTH)
         for (int part = 0; part < parts_of(bits); part += 2) {
             const uint8_t *then = next + i * tokens;
-            integer_weigh_of(from, bits, part, i, 0, fours, dim, groups, bytes, stride, factor, count, out, then);
+            if (size == SHORT)
+                integer_weigh_of(from, bits, part, i, 0, fours, SHORT, dim, groups, bytes, stride, factor, count, out, then);
+            else integer_weigh_of(from, bits, part, i, 0, fours, size, dim, groups, bytes, stride, factor, count, out, then);
             if (fours < tokens)
-                integer_weigh_of(padded, bits, part, i, fours, fours + 4, dim, groups, bytes, stride, factor, count, out,
-                                 then);
+                integer_weigh_of(padded, bits, part, i, fours, fours + 4, size, dim, groups, bytes, stride, factor, count,
+                                 out, then);
         }
 }
 #endif
