@@ -1,7 +1,8 @@
 /* Vectors, numbers and codes: dot products with tokens and weighted sums of them, read from their codes.
  *
  * The format is defined by fade_runtime/quant.py. Vectors are GNU C's portable ones: over tokens and head dims as
- * wide as the processor's (LANES), over parts of a head dim and groups of values, which may be small, 8 floats (NARROW).
+ * wide as the processor's (LANES), over parts of a head dim and groups of values, which may be small, 8 floats
+ * (NARROW).
  */
 #include <float.h>
 #include <math.h>

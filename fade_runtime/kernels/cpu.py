@@ -30,7 +30,7 @@ from predictor.errors import FadeError
 from predictor.files import write_aside
 
 SOURCE = Path(__file__).with_name("attend.c")
-HEADERS = [SOURCE.with_name(name) for name in ("codes.h", "integers.h")]
+HEADERS = [SOURCE.with_name(name) for name in ("codes.h", "integers.h", "pieces.h")]
 FLAGS = (
     "-O3",
     "-march=native",

@@ -16,7 +16,8 @@
 #define WIDTH 16        /* bytes of a token that are taken at once */
 #define MOST_DIM 512    /* sums over channels stay below 2^24, which floats hold exactly */
 #define MOST_GROUPS 8
-#define SHORT 32        /* bytes of a token that are read in other ways */
+#define SPAN 16384      /* bytes that are gone through more than once, from the first level of the cache */
+#define SHORT 32        /* bytes of a token of which two are read at once */
 
 typedef __m512i wide;
 
@@ -29,8 +30,8 @@ inlined int64_t place(int64_t i) { return (i & ~15) * 4 * BLOCK + (i & 15); }
 #define PLANE 16        /* from a float's byte to its next byte */
 #define LINE 64         /* from a line to the next */
 
-/* from[q][i] = factor * (byte 0 + 256 * byte 1 + 256^2 * byte 2) for i < n; zero from there to a multiple of 16. Returns
- * the factor. */
+/* from[q][i] = factor * (byte 0 + 256 * byte 1 + 256^2 * byte 2) for i < n; zero from there to a multiple of 16.
+ * Returns the factor. */
 inlined float to_bytes(const float *from, const int count, int64_t stride, int64_t n, int8_t *bytes) {
     const wide planes = _mm512_set_epi8( /* byte 0 of the 16 floats, byte 1, byte 2, nothing */
         63, 59, 55, 51, 47, 43, 39, 35, 31, 27, 23, 19, 15, 11, 7, 3, 62, 58, 54, 50, 46, 42, 38, 34, 30, 26, 22, 18,
@@ -48,13 +49,13 @@ inlined float to_bytes(const float *from, const int count, int64_t stride, int64
     for (int64_t i = 0; i < n; i += 16)
         for (int q = 0; q < count; q++) {
             const __m512 mine = _mm512_maskz_loadu_ps(below(n - i), from + q * stride + i);
-            const wide x = _mm512_cvtps_epi32(_mm512_fmadd_ps(mine, scale, shift));
-            _mm512_storeu_si512(bytes + place(i) + q * LINE, _mm512_permutexvar_epi8(planes, _mm512_xor_si512(x, half)));
+            const wide x = _mm512_xor_si512(_mm512_cvtps_epi32(_mm512_fmadd_ps(mine, scale, shift)), half);
+            _mm512_storeu_si512(bytes + place(i) + q * LINE, _mm512_permutexvar_epi8(planes, x));
         }
     return largest / LARGEST;
 }
 
-/* 16 bytes of each of four tokens, `step` bytes apart; `from` is byte i of the first. In two loads if a token has 32. */
+/* 16 bytes of each of four tokens, `step` bytes apart. */
 inlined wide four_tokens(const uint8_t *from, int64_t step) {
     wide four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
     four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(from + step)), 1);
@@ -62,10 +63,11 @@ inlined wide four_tokens(const uint8_t *from, int64_t step) {
     return _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(from + 3 * step)), 3);
 }
 
-/* The same of tokens of 32 bytes that follow each other; `from` is the first's first byte. */
+/* The same, from byte i on, of SHORT tokens that follow each other. */
 inlined wide four_short_tokens(const uint8_t *from, int64_t i) {
-    const wide halves = _mm512_set_epi64(13, 12, 9, 8, 5, 4, 1, 0), at = _mm512_set1_epi64(i / 8);
-    return _mm512_permutex2var_epi64(_mm512_loadu_si512(from), _mm512_add_epi64(halves, at), _mm512_loadu_si512(from + 64));
+    const wide two = _mm512_loadu_si512(from), two_more = _mm512_loadu_si512(from + 2 * SHORT);
+    const wide first = _mm512_set_epi64(13, 12, 9, 8, 5, 4, 1, 0); /* 8 bytes each; of two_more from 8 on */
+    return _mm512_permutex2var_epi64(two, _mm512_add_epi64(first, _mm512_set1_epi64(i / 8)), two_more);
 }
 
 /* The codes of a part in bytes that hold 8 / bits parts. */
@@ -111,13 +113,13 @@ inlined void columns(const uint8_t *from, int64_t size, int64_t i, wide column[4
     column[2] = _mm512_unpacklo_epi64(ab2, cd2), column[3] = _mm512_unpackhi_epi64(ab2, cd2);
 }
 
-/* The same of tokens of 32 bytes, with fewer loads and shuffles. */
+/* The same of SHORT tokens, with fewer loads and shuffles. */
 inlined void short_columns(const uint8_t *from, int64_t i, wide column[4]) {
-    const wide turn = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0); /* of four tokens */
-    const wide at = _mm512_add_epi32(turn, _mm512_set1_epi32((int)i / 4));
-    wide x[4];
-    for (int k = 0; k < 4; k++)
-        x[k] = _mm512_permutex2var_epi32(_mm512_loadu_si512(from + 128 * k), at, _mm512_loadu_si512(from + 128 * k + 64));
+    const wide first = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0);
+    const wide at = _mm512_add_epi32(first, _mm512_set1_epi32((int)i / 4));
+    wide x[4]; /* of four tokens each: bytes i to i + 3 of each, i + 4 to i + 7, ... */
+    for (int k = 0; k < 4; k++, from += 4 * SHORT)
+        x[k] = _mm512_permutex2var_epi32(_mm512_loadu_si512(from), at, _mm512_loadu_si512(from + 2 * SHORT));
     const wide ab = _mm512_shuffle_i32x4(x[0], x[1], 0x44), cd = _mm512_shuffle_i32x4(x[2], x[3], 0x44);
     const wide ab2 = _mm512_shuffle_i32x4(x[0], x[1], 0xee), cd2 = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
     column[0] = _mm512_shuffle_i32x4(ab, cd, 0x88), column[1] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
@@ -165,7 +167,7 @@ inlined void integer_dots(const uint8_t *from, const int bits, int64_t tokens, i
     uint8_t padded[16 * MOST_DIM];
     const float factor = to_bytes(query, count, dim, dim, bytes);
     int64_t t = 0;
-    for (; t + 32 <= tokens && size == SHORT; t += 32)
+    for (; t + 32 <= tokens && bits < 8 && size == SHORT; t += 32)
         integer_dots_of(from + t * size, bits, 2, 32, SHORT, bytes, factor, constant, count, line + t, stride,
                         next + t * size);
     for (; t + 32 <= tokens; t += 32)
@@ -227,16 +229,24 @@ inlined void integer_weigh(const uint8_t *from, const int bits, int64_t tokens, 
     for (int64_t g = 0; g < groups; g++)
         factor[g] = to_bytes(weight + g * BLOCK * stride, count, stride, tokens, bytes + place(g * stride));
     if (fours < tokens) memcpy(padded, from + fours * size, (size_t)((tokens - fours) * size));
-    for (int64_t i = 0; i < size; i += WIDTH)
-        for (int part = 0; part < parts_of(bits); part += 2) {
-            const uint8_t *then = next + i * tokens;
-            if (size == SHORT)
-                integer_weigh_of(from, bits, part, i, 0, fours, SHORT, dim, groups, bytes, stride, factor, count, out, then);
-            else integer_weigh_of(from, bits, part, i, 0, fours, size, dim, groups, bytes, stride, factor, count, out, then);
-            if (fours < tokens)
-                integer_weigh_of(padded, bits, part, i, fours, fours + 4, size, dim, groups, bytes, stride, factor, count,
-                                 out, then);
-        }
+    const int64_t most = SPAN / size / 16 * 16;
+    for (int64_t first = 0, last; first < fours; first = last) {
+        last = fours - first > most ? first + most : fours;
+        for (int64_t i = 0; i < size; i += WIDTH)
+            for (int part = 0; part < parts_of(bits); part += 2) {
+                const uint8_t *mine = from + first * size, *then = next + i * tokens;
+                if (bits < 8 && groups == 1 && size == SHORT)
+                    integer_weigh_of(mine, bits, part, i, first, last, SHORT, dim, 1, bytes, stride, factor, count,
+                                     out, then);
+                else
+                    integer_weigh_of(mine, bits, part, i, first, last, size, dim, groups, bytes, stride, factor, count,
+                                     out, then);
+            }
+    }
+    for (int64_t i = 0; i < size && fours < tokens; i += WIDTH)
+        for (int part = 0; part < parts_of(bits); part += 2)
+            integer_weigh_of(padded, bits, part, i, fours, fours + 4, size, dim, groups, bytes, stride, factor, count,
+                             out, next);
 }
 #endif
 
@@ -252,7 +262,7 @@ inlined int in_integers(int bits, int64_t dim, int64_t groups) {
 
 #define EACH_BITS(CASE) EACH_COUNT(CASE, 2) EACH_COUNT(CASE, 4) EACH_COUNT(CASE, 8)
 
-/* `any_dots` of codes as they are stored; tile: tokens * dim floats. Meanwhile as many bytes are asked for from `next`. */
+/* `any_dots` of codes as they are stored; tile: tokens * dim floats. As many bytes are asked for from `next`. */
 static void code_dots(const uint8_t *from, int bits, int64_t tokens, int64_t dim, const float *query,
                       const float *constant, int count, float *line, int64_t stride, float *tile,
                       const uint8_t *next) {
@@ -268,7 +278,7 @@ static void code_dots(const uint8_t *from, int bits, int64_t tokens, int64_t dim
 }
 
 /* `any_weigh` of codes as they are stored; stride: a multiple of 16; tile: PAGE * dim floats, and as many as weights.
- * Meanwhile as many bytes are asked for from `next`. */
+ * As many bytes are asked for from `next`. */
 static void code_weigh(const uint8_t *from, int bits, int64_t tokens, int64_t dim, int64_t groups, const float *weight,
                        int64_t stride, int count, float *out, float *tile, const uint8_t *next) {
 #ifdef INTEGERS

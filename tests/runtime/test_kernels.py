@@ -110,6 +110,25 @@ def test_compiled_kernel_equals_the_reference(
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("bits", [DEFAULT, Bits(8, 8, 4, 2)], ids=str)
+@pytest.mark.parametrize("page_tokens", [32, 64])
+def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_tokens: int) -> None:
+    """Pieces of a row, and values weighed in runs of 16 KiB, whose ends are no multiples of anything."""
+    lengths = torch.tensor([1101, 38, 703])
+    rows, slots = torch.arange(3).repeat_interleave(lengths), torch.cat([torch.arange(n) for n in lengths])
+    body = torch.randn(2, len(rows), dim)
+    packed = pack_tokens(*body, rows, slots, None, bits=bits, page_tokens=page_tokens)
+    query, weights = torch.randn(3, 5, dim) * dim**-0.5 * 4, torch.rand(5)
+    key, value = torch.randn(2, 3, 1030, dim)
+    for tokens in (packed, _mixed(packed)):
+        given = query, key, value, [Part(tokens)], weights
+        for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in (cpu.attend, reference.attend)), strict=True):
+            assert _difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
 def test_many_queries_over_several_pieces() -> None:
     """A second prompt over a long body: pieces of 1,024 tokens are merged, pages straddle rows."""
     packed = _mixed(_ragged([2500, 700], 64))
