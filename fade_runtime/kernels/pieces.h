@@ -216,9 +216,8 @@ static int64_t scratch_floats(const call *c) {
 
 /* Ask for what stands beside the codes of a page, and is soon read. */
 static void ask_beside(const call *c, const packed *part, int64_t first, int64_t tokens) {
-    const int64_t halves = tokens * c->groups, floats = c->weights ? tokens : 0;
-    for (int64_t i = 0; i < halves; i += 32) ask(part->value_scale + first * c->groups + i);
-    for (int64_t i = 0; i < halves; i += 32) ask(part->value_zero + first * c->groups + i);
+    const int64_t at = first * c->groups, params = tokens * c->groups, floats = c->weights ? tokens : 0;
+    for (int64_t i = 0; i < params; i += 32) ask(part->value_scale + at + i), ask(part->value_zero + at + i);
     for (int64_t i = 0; i < floats; i += 16) ask(part->mass + first + i);
 }
 
