@@ -149,11 +149,18 @@ def page_params(scale: Tensor, zero: Tensor, reach: Tensor) -> tuple[Tensor, Ten
     return scale * (most / 255), zero * (spread / 255) + least
 
 
-def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Nearest codes of float ``x`` under broadcast ``scale`` and ``zero``, as uint8 of the shape of ``x``."""
-    scale = scale.float()
-    steps = (x - zero.float()) / torch.where(scale > 0, scale, 1.0)
-    return steps.round_().clamp_(0, LEVELS[bits]).to(torch.uint8)
+def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int, group: Tensor | None = None) -> Tensor:
+    """Nearest codes of float ``x`` under broadcast ``scale`` and ``zero``, as uint8 of the shape of ``x``.
+
+    Args:
+        x: numbers. scale, zero: broadcast to them, or, with ``group``, [groups, D] where it says the group of each [T].
+        bits: of a code.
+    """
+    scale, zero = scale.float(), zero.float()
+    step = torch.where(scale > 0, scale, 1.0)
+    if group is not None:
+        step, zero = step[group], zero[group]
+    return (x - zero).div_(step).round_().clamp_(0, LEVELS[bits]).to(torch.uint8)
 
 
 def value_groups(dim: int) -> int:
@@ -199,4 +206,4 @@ def quantise_keys(x: Tensor, page: Tensor, pages: int, bits: int) -> tuple[Tenso
     high = x.new_full((pages, x.shape[1]), -torch.inf).scatter_reduce_(0, where, x, "amax")
     stored = page_affine(low, high, bits)
     scale, zero = page_params(*stored)
-    return pack(encode(x, scale[page], zero[page], bits), bits), *stored
+    return pack(encode(x, scale, zero, bits, page), bits), *stored
