@@ -16,7 +16,7 @@
 #define WIDTH 16        /* bytes of a token that are taken at once */
 #define MOST_DIM 512    /* sums over channels stay below 2^24, which floats hold exactly */
 #define MOST_GROUPS 8
-#define SPAN 16384      /* bytes that are gone through more than once, from the first level of the cache */
+#define RUN 128         /* tokens whose weights share a factor; their codes stay in the first level of the cache */
 #define SHORT 32        /* bytes of a token of which two are read at once */
 
 typedef __m512i wide;
@@ -182,10 +182,10 @@ inlined void integer_dots(const uint8_t *from, const int bits, int64_t tokens, i
 }
 
 /* One or two parts of `weigh`, from channel i of each, 16 channels, tokens first to last (a multiple of 4); weight: the
- * bytes of a group's weights, `stride` floats a line, factor: of each group. */
+ * bytes of each group's weights of a run, factor: of each group. */
 inlined void integer_weigh_of(const uint8_t *from, const int bits, const int part, int64_t i, int64_t first,
                               int64_t last, const int64_t size, int64_t dim, const int64_t groups,
-                              const int8_t *weight, int64_t stride, const float *factor, const int count, float *out,
+                              const int8_t *weight, const float *factor, const int count, float *out,
                               const uint8_t *next) {
     const int parts = bits == 8 ? 1 : 2;
     const wide by_token = _mm512_set_epi8(
@@ -195,7 +195,7 @@ inlined void integer_weigh_of(const uint8_t *from, const int bits, const int par
     wide sum[2][BLOCK][BYTES] = {0};
     int64_t group[2] = {0};
     for (int p = 0; p < parts && groups > 1; p++) group[p] = ((part + p) * size + i) * groups / dim;
-    const int8_t *mine[2] = {weight + place(group[0] * stride), weight + place(group[1] * stride)};
+    const int8_t *mine[2] = {weight + place(group[0] * RUN), weight + place(group[1] * RUN)};
     for (int64_t t = first; t < last; t += 4, from += 4 * size) {
         ask(next + t * WIDTH);
         const wide mixed = size == SHORT ? four_short_tokens(from, i) : four_tokens(from + i, size);
@@ -219,34 +219,29 @@ inlined void integer_weigh_of(const uint8_t *from, const int bits, const int par
         }
 }
 
-/* stride: a multiple of 16; bytes: as many as weights have. */
 inlined void integer_weigh(const uint8_t *from, const int bits, int64_t tokens, int64_t dim, const int64_t groups,
-                           const float *weight, int64_t stride, const int count, int8_t *bytes, float *out,
-                           const uint8_t *next) {
-    const int64_t size = bytes_of(bits, dim), fours = tokens & ~3;
+                           const float *weight, int64_t stride, const int count, float *out, const uint8_t *next) {
+    const int64_t size = bytes_of(bits, dim);
+    _Alignas(64) int8_t bytes[MOST_GROUPS * BLOCK * 4 * RUN];
     uint8_t padded[4 * MOST_DIM];
     float factor[MOST_GROUPS];
-    for (int64_t g = 0; g < groups; g++)
-        factor[g] = to_bytes(weight + g * BLOCK * stride, count, stride, tokens, bytes + place(g * stride));
-    if (fours < tokens) memcpy(padded, from + fours * size, (size_t)((tokens - fours) * size));
-    const int64_t most = SPAN / size / 16 * 16;
-    for (int64_t first = 0, last; first < fours; first = last) {
-        last = fours - first > most ? first + most : fours;
+    for (int64_t first = 0; first < tokens; first += RUN, from += RUN * size, next += RUN * size) {
+        const int64_t n = tokens - first < RUN ? tokens - first : RUN, fours = n & ~3;
+        for (int64_t g = 0; g < groups; g++)
+            factor[g] = to_bytes(weight + g * BLOCK * stride + first, count, stride, n, bytes + place(g * RUN));
+        if (fours < n) memcpy(padded, from + fours * size, (size_t)((n - fours) * size));
         for (int64_t i = 0; i < size; i += WIDTH)
             for (int part = 0; part < parts_of(bits); part += 2) {
-                const uint8_t *mine = from + first * size, *then = next + i * tokens;
+                const uint8_t *then = next + i * n;
                 if (bits < 8 && groups == 1 && size == SHORT)
-                    integer_weigh_of(mine, bits, part, i, first, last, SHORT, dim, 1, bytes, stride, factor, count,
-                                     out, then);
+                    integer_weigh_of(from, bits, part, i, 0, fours, SHORT, dim, 1, bytes, factor, count, out, then);
                 else
-                    integer_weigh_of(mine, bits, part, i, first, last, size, dim, groups, bytes, stride, factor, count,
+                    integer_weigh_of(from, bits, part, i, 0, fours, size, dim, groups, bytes, factor, count, out, then);
+                if (fours < n)
+                    integer_weigh_of(padded, bits, part, i, fours, fours + 4, size, dim, groups, bytes, factor, count,
                                      out, then);
             }
     }
-    for (int64_t i = 0; i < size && fours < tokens; i += WIDTH)
-        for (int part = 0; part < parts_of(bits); part += 2)
-            integer_weigh_of(padded, bits, part, i, fours, fours + 4, size, dim, groups, bytes, stride, factor, count,
-                             out, next);
 }
 #endif
 
@@ -277,15 +272,14 @@ static void code_dots(const uint8_t *from, int bits, int64_t tokens, int64_t dim
     any_dots(from, bits, tokens, dim, query, constant, count, line, stride);
 }
 
-/* `any_weigh` of codes as they are stored; stride: a multiple of 16; tile: PAGE * dim floats, and as many as weights.
- * As many bytes are asked for from `next`. */
+/* `any_weigh` of codes as they are stored; tile: PAGE * dim floats. As many bytes are asked for from `next`. */
 static void code_weigh(const uint8_t *from, int bits, int64_t tokens, int64_t dim, int64_t groups, const float *weight,
                        int64_t stride, int count, float *out, float *tile, const uint8_t *next) {
 #ifdef INTEGERS
-#define CASE(BITS, COUNT)                                                                                            \
-    case BITS * 8 + COUNT:                                                                                           \
-        if (groups == 1) integer_weigh(from, BITS, tokens, dim, 1, weight, stride, COUNT, (int8_t *)tile, out, next); \
-        else integer_weigh(from, BITS, tokens, dim, groups, weight, stride, COUNT, (int8_t *)tile, out, next);       \
+#define CASE(BITS, COUNT)                                                                             \
+    case BITS * 8 + COUNT:                                                                            \
+        if (groups == 1) integer_weigh(from, BITS, tokens, dim, 1, weight, stride, COUNT, out, next); \
+        else integer_weigh(from, BITS, tokens, dim, groups, weight, stride, COUNT, out, next);        \
         return;
     if (in_integers(bits, dim, groups)) switch (bits * 8 + count) { EACH_BITS(CASE) }
 #undef CASE

@@ -114,7 +114,7 @@ def test_compiled_kernel_equals_the_reference(
 @pytest.mark.parametrize("bits", [DEFAULT, Bits(8, 8, 4, 2)], ids=str)
 @pytest.mark.parametrize("page_tokens", [32, 64])
 def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_tokens: int) -> None:
-    """Pieces of a row, and values weighed in runs of 16 KiB, whose ends are no multiples of anything."""
+    """Pieces of a row, and values weighed in runs of tokens, whose ends are no multiples of anything."""
     lengths = torch.tensor([1101, 38, 703])
     rows, slots = torch.arange(3).repeat_interleave(lengths), torch.cat([torch.arange(n) for n in lengths])
     body = torch.randn(2, len(rows), dim)
@@ -124,7 +124,7 @@ def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_token
     for tokens in (packed, _mixed(packed)):
         given = query, key, value, [Part(tokens)], weights
         for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in (cpu.attend, reference.attend)), strict=True):
-            assert _difference(ours, theirs) < 1e-5
+            assert _difference(ours, theirs) < 2e-5  # a thousand terms
 
 
 @pytest.mark.kernels
