@@ -1,11 +1,8 @@
-"""The compiled CPU kernel against the plain torch reference, and what happens without a compiler."""
+"""The compiled CPU kernel against the plain torch reference."""
 
 import copy
 import functools
 import platform
-import subprocess
-import sys
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fade_runtime.attention import pick_kernel
 from fade_runtime.kernels import cpu, reference
 from fade_runtime.kernels.reference import Part
 from fade_runtime.packed import Bits, PackedTokens, pack_tokens
@@ -23,7 +19,6 @@ from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 from predictor.rope import Table
 
-CPU = torch.device("cpu")
 DEFAULT = Bits()
 
 
@@ -361,41 +356,6 @@ def test_process_keeps_denormal_numbers() -> None:
     cpu.self_test()
     tiny = torch.tensor(1e-40)
     assert float(tiny * 0.5) > 0
-
-
-def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
-    code = (
-        "import torch, warnings, os; warnings.simplefilter('always')\n"
-        "from fade_runtime.attention import pick_kernel\n"
-        "a = pick_kernel(torch.device('cpu')); b = pick_kernel(torch.device('cpu'))\n"
-        "print(a.__module__, a is b)"
-    )
-    env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path.cwd()
-    )
-    assert done.stdout.strip() == "fade_runtime.kernels.reference True", done.stderr
-    assert done.stderr.count("no C compiler found; install gcc") == 1
-
-
-def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = lambda *given: (reference.attend(*given)[0] + 1, *reference.attend(*given)[1:])
-    monkeypatch.setattr(cpu, "attend", wrong)
-    pick_kernel.cache_clear()
-    with pytest.warns(RuntimeWarning, match="disagrees with the reference in its output"):
-        assert pick_kernel(CPU) is reference.attend
-    monkeypatch.undo()
-    pick_kernel.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pick_kernel(CPU)
-
-
-def test_environment_asks_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FADE_KERNEL", "reference")
-    pick_kernel.cache_clear()
-    assert pick_kernel(CPU) is reference.attend
-    pick_kernel.cache_clear()
 
 
 @pytest.mark.kernels

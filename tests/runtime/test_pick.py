@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from fade_runtime import packed
-from fade_runtime.kernels import reference
+from fade_runtime.kernels import cpu, reference
 from fade_runtime.kernels.pick import pick_kernel, pick_quantiser
 
-CUDA, META = torch.device("cuda"), torch.device("meta")
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +46,38 @@ def test_plain_torch_for_other_devices_and_on_request(device: torch.device, monk
         monkeypatch.setenv("FADE_KERNEL", "reference")
     assert pick_kernel(device) is reference.attend
     assert pick_quantiser(device) is packed.quantise
+
+
+def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
+    code = (
+        "import torch, warnings, os; warnings.simplefilter('always')\n"
+        "from fade_runtime.attention import pick_kernel\n"
+        "a = pick_kernel(torch.device('cpu')); b = pick_kernel(torch.device('cpu'))\n"
+        "print(a.__module__, a is b)"
+    )
+    env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path.cwd()
+    )
+    assert done.stdout.strip() == "fade_runtime.kernels.reference True", done.stderr
+    assert done.stderr.count("no C compiler found; install gcc") == 1
+
+
+def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = lambda *given: (reference.attend(*given)[0] + 1, *reference.attend(*given)[1:])
+    monkeypatch.setattr(cpu, "attend", wrong)
+    pick_kernel.cache_clear()
+    with pytest.warns(RuntimeWarning, match="disagrees with the reference in its output"):
+        assert pick_kernel(CPU) is reference.attend
+    monkeypatch.undo()
+    pick_kernel.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pick_kernel(CPU)
+
+
+def test_environment_asks_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FADE_KERNEL", "reference")
+    pick_kernel.cache_clear()
+    assert pick_kernel(CPU) is reference.attend
+    pick_kernel.cache_clear()
