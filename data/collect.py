@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from data.checks import SHARDS, refuse_not_finite, refuse_other_shards
 from data.continuation import continue_prompt
 from data.folder import Folder
-from data.lm import load_lm, load_tokenizer
+from data.lm import load_lm, load_tokenizer, refuse_too_long
 from data.plan import CollectSettings, Task, begin_manifest, prepare
 from data.record import record_forward
 from data.trace import Row, read_manifest
@@ -129,12 +129,10 @@ class TraceCollector(LightningModule):
             FadeError: it cannot be loaded, or was not made for prompts this long.
         """
         model, _ = load_lm(self.settings.model, self.settings.dtype)
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit and self.settings.max_prompt + self.settings.future > limit:
-            raise FadeError(
-                f"max_prompt {self.settings.max_prompt} and future {self.settings.future} pass the {limit} positions "
-                f"of {self.settings.model}; lower max_prompt"
-            )
+        prompt, future = self.settings.max_prompt, self.settings.future
+        refuse_too_long(
+            model, prompt + future, f"max_prompt {prompt} and future {future} pass", "lower max_prompt"
+        )
         self._held[:] = [model.to(self.trainer.strategy.root_device)]
 
     def predict_dataloader(self) -> DataLoader:

@@ -54,6 +54,27 @@ def load_tokenizer(name: str | Path) -> Any:
     return _load(AutoTokenizer, name)
 
 
+def positions_of(model: Any) -> int | None:
+    """Tokens that a model was made to read at most; None where its configuration sets no limit."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def refuse_too_long(model: Any, tokens: int, what: str, remedy: str) -> None:
+    """Refuse to let a model read more tokens than it was made for.
+
+    Args:
+        model: of transformers. tokens: that it would read. what: opens the message, with a verb: "context 9000 passes".
+        remedy: what to change.
+
+    Raises:
+        FadeError: says what passes how many positions of which model.
+    """
+    limit = positions_of(model)
+    if limit and tokens > limit:
+        name = model.config.name_or_path or type(model).__name__
+        raise FadeError(f"{what} the {limit} positions of {name}; {remedy}")
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text of any length, with the special tokens that the model expects."""
     return tokenizer(text, verbose=False)["input_ids"]

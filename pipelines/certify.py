@@ -126,11 +126,19 @@ def measure_ladder(
 def copy_of(tokens: Tensor, steps: int) -> Tensor:
     """A text of the same length whose end repeats its beginning: what a cache must not have forgotten.
 
+    Raises:
+        FadeError: the text is too short for so many steps to be a copy of what came before.
+
     Example:
         >>> copy_of(torch.arange(100)[None], steps=4)[0, -22:].tolist()  # the lead is part of the prompt
         [78, 79, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
     """
     again = LEAD + steps
+    if tokens.shape[1] < 2 * again:
+        raise FadeError(
+            f"context {tokens.shape[1] - steps} is too short for a copy of {steps} steps; "
+            f"use at least {steps + 2 * LEAD}, or fewer steps"
+        )
     return torch.cat((tokens[:, : tokens.shape[1] - again], tokens[:, :again]), dim=1)
 
 
@@ -218,12 +226,13 @@ class HeldOutTexts:
 
     def _open(self, predictor: Predictor, not_from: Sequence[str]) -> tuple[Any, list[Tensor], list[str]]:
         """The language model, the texts' token ids, and the source of each text."""
-        from data.lm import encode, load_lm
+        from data.lm import encode, load_lm, refuse_too_long
         from data.text import load_documents
 
         lm, tokenizer = load_lm(self.model, "float32")
         predictor.check(lm)
         length = self.context + self.steps
+        refuse_too_long(lm, length, f"context {self.context} and steps {self.steps} pass", "lower context")
         measure = lambda text: len(encode(tokenizer, text))
         found = load_documents(
             self.sources, train=0, validation=self.documents, length=length, measure=measure

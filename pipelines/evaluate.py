@@ -84,7 +84,7 @@ def evaluate(
 
     from tqdm import tqdm
 
-    from data.lm import load_lm
+    from data.lm import load_lm, refuse_too_long
     from data.trace import Traces
     from pipelines import heatmap
     from pipelines.peers import Peer, versions
@@ -95,6 +95,7 @@ def evaluate(
     loaded = {name: load_predictor(ref, tracking_uri) for name, ref in predictors.items()}
     opened = None if traces is None else Traces(traces)
     lm, tokenizer = load_lm(model, "float32")
+    refuse_too_long(lm, context + steps, f"context {context} and steps {steps} pass", "lower context")
     for predictor in loaded.values():
         predictor.check(lm)
     skipped = Skipped()

@@ -182,16 +182,18 @@ def ask(
     on_method: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Ask the examples of one task; rows of :func:`pipelines.task_report.answer_rows`."""
+    from data.lm import positions_of
     from pipelines.task_report import answer_rows
 
-    room = getattr(asking.model.config, "max_position_embeddings", None)
+    room = positions_of(asking.model)
     try:
         examples = task.take(wish)
     except FadeError as error:
         skipped.add(str(error))
         return []
+    answer = lambda turn: max(task.new, len(turn.answer or ()))  # each cache reads the wanted one too
     longest = max(
-        len(one.context) + sum(len(turn.question) + task.new for turn in one.turns) for one in examples
+        len(one.context) + sum(len(turn.question) + answer(turn) for turn in one.turns) for one in examples
     )
     if room is not None and longest > room:
         skipped.add(f"task {task.name}: {longest} tokens, and the model reads {room}; lower its length")

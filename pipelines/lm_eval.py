@@ -122,9 +122,19 @@ class Tiered:
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Score (name, context, continuation) requests; too long a context loses its first tokens, as HFLM's."""
+        """Score (name, context, continuation) requests; too long a context loses its first tokens, as HFLM's.
+
+        Raises:
+            FadeError: a continuation of no token, or of more than ``max_length``, which HFLM refuses too.
+        """
         from tqdm import tqdm
 
+        for _, _, continuation in requests:  # before any is scored
+            if not 1 <= len(continuation) <= self.max_length:
+                raise FadeError(
+                    f"a continuation of {len(continuation)} tokens cannot be scored; it needs 1 to max_length "
+                    f"{self.max_length}: leave its task out, or raise max_length if the model reads more"
+                )
         by_context: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)

@@ -80,7 +80,7 @@ def train_codebook(
 
     lm, tokenizer = load_lm(model, dtype)
     sizes = (sub_dim, sub_dim if value_sub_dim is None else value_sub_dim)
-    _check_model(lm, model, context, sizes, num_centroids)
+    _check_model(lm, context, sizes, num_centroids)
     read = load_documents(
         [text] if isinstance(text, str) else text,
         train=documents,
@@ -227,16 +227,15 @@ def error_table(errors: dict[int, tuple[float, float]]) -> str:
     return "\n".join(["layer    key  value", *lines])
 
 
-def _check_model(model: Any, name: str, context: int, sizes: tuple[int, int], num_centroids: int) -> None:
+def _check_model(model: Any, context: int, sizes: tuple[int, int], num_centroids: int) -> None:
     """Refuse what this model cannot do before a document is read."""
+    from data.lm import refuse_too_long
     from fade_runtime import hf
     from fade_runtime.pq import check_sizes
     from predictor.provenance import head_dim
 
     config = hf.text_config(model)
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit and context > limit:
-        raise FadeError(f"context {context} passes the {limit} positions of {name}; lower context")
+    refuse_too_long(model, context, f"context {context} passes", "lower context")
     for index, layer in enumerate(hf.stock_layers(config)):
         if hf.can_tier(layer):
             for size in sizes:

@@ -33,6 +33,8 @@ def recalled(name: str, wish: Wish, steps: int) -> Iterator[list[int]]:
     for opening, pieces, wanted, closing in KINDS[name](wish, drawn):
         body, after = [*encode(wish.tokenizer, ""), *wish.ids(opening)], wish.ids(closing + AGAIN)
         room, whole = wish.length - len(after), set()
+        if len(body) > room:
+            raise FadeError(f"length {wish.length} is too short for generated:{name}; lengthen it")
         for piece in pieces:
             ids = wish.ids(piece)
             if len(body) + len(ids) <= room:

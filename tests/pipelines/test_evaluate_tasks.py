@@ -213,3 +213,12 @@ def test_a_folder_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> N
     assert status == 2
     assert "holds other files" in err
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_wanted_answers_count_as_tokens_that_the_model_reads(run: Run, prose: Path) -> None:
+    """A task that generates nothing has its text read by every cache all the same."""
+    given = ("--tasks", '["books"]', "--methods", '["safe"]', "--files", json.dumps({"books": str(prose)}), "--n", 1)
+    status, _, err = run(*given, "--length", 4033)
+    assert status == 2
+    assert "task books: 4097 tokens, and the model reads 4096; lower its length" in err
+    assert run(*given, "--length", 4032)[0] == 0

@@ -81,6 +81,34 @@ def test_of_a_single_token_of_context_the_rest_is_compressed_as_it_comes(tiny_mo
     assert short == same == pytest.approx(by_hand(model, None, context, tokens[:40])[0], abs=1e-3)
 
 
+def scoring(model: Any, max_length: int) -> lm_eval.Tiered:
+    """What scores requests, without the rest of lm-eval's model."""
+    made = lm_eval.Tiered.__new__(lm_eval.Tiered)
+    made.model, made.max_length, made.fade_config, made._resident, made._full = model, max_length, OFF, 0, 0
+    return made
+
+
+@pytest.mark.parametrize("length", [1, 60, 63, 64])
+def test_a_request_reads_the_last_tokens_that_the_model_has_room_for(
+    length: int, tiny_model: Callable[..., Any]
+) -> None:
+    model = tiny_model()
+    context, tokens = drawn(160, length)
+    ((likely, _),) = scoring(model, 64)._loglikelihood_tokens([(None, context, tokens)], disable_tqdm=True)
+    read = (context + tokens)[-65:]  # the last one is predicted, not read
+    assert likely == pytest.approx(by_hand(model, None, read[:-length], tokens)[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("length", [0, 65, 80])
+def test_a_continuation_that_cannot_be_read_whole_is_refused_before_any_is_scored(
+    length: int, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_eval, "score", lambda *given: pytest.fail("one was scored"))
+    context, good, bad = drawn(160, 5, length)
+    with pytest.raises(FadeError, match=f"continuation of {length} tokens .* 1 to max_length 64"):
+        scoring(tiny_model(), 64)._loglikelihood_tokens([(None, context, good), (None, context, bad)])
+
+
 def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     with pytest.raises(FadeError, match=r"pip install 'fade-predictor\[eval\]'"):
@@ -162,3 +190,16 @@ metric_list: [{{metric: acc}}]
     assert results["config"]["fade_config"]["int4_budget"] == "0.3"
     wrong = model.replace("aggressive", "brave")
     assert lm_eval.main(["--model", "fade", "--model_args", wrong, *asked]) == 2
+
+
+@needs_lm_eval
+def test_the_longest_continuation_is_the_one_that_lm_eval_takes(tiny_model_dir: Path) -> None:
+    stock = loaded("hf", tiny_model_dir, max_length=64)
+    ours = loaded("fade", tiny_model_dir, config=OFF, max_length=64)
+    context, tokens, longer = drawn(160, 64, 65)
+    asked = [(None, context, tokens)]
+    (one,), (other,) = (each._loglikelihood_tokens(asked, disable_tqdm=True) for each in (ours, stock))
+    assert (one[0], one[1]) == (pytest.approx(other[0], abs=1e-3), other[1])
+    for each, error in ((ours, FadeError), (stock, AssertionError)):
+        with pytest.raises(error):
+            each._loglikelihood_tokens([(None, context, longer)], disable_tqdm=True)

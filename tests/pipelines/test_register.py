@@ -27,6 +27,7 @@ from pipelines.register import (
 )
 from predictor.budgets import SHARES, HeadBudgets
 from predictor.bundle import load_bundle, save_bundle
+from predictor.errors import FadeError
 from predictor.nets import TokenMLP
 from predictor.registry import _client, load_predictor
 
@@ -144,6 +145,13 @@ def test_a_copy_repeats_its_beginning() -> None:
     assert torch.equal(copied[0, 164:], tokens[0, :36])
 
 
+@pytest.mark.parametrize("length", [20, 36, 71])
+def test_no_copy_is_made_of_what_did_not_come_before(length: int) -> None:
+    assert copy_of(torch.arange(72)[None], steps=20).shape == (1, 72)
+    with pytest.raises(FadeError, match=f"context {length - 20} is too short for a copy of 20 steps; use at least 52"):
+        copy_of(torch.arange(length)[None], steps=20)
+
+
 GOOD = Figures(0.01, 0.02, 0.98, 0.03, 9.0)
 
 
@@ -217,7 +225,7 @@ def test_the_closed_form_takes_the_place_of_a_network_that_it_beats(
     ("options", "words"),
     [
         ({"held_out": ["missing.txt"]}, "missing.txt does not exist"),
-        ({"context": 100_000}, "text gives"),
+        ({"context": 100_000}, "context 100000 and steps .* pass the 4096 positions of .*; lower context"),
         ({"steps": 1}, "steps 1"),
         ({"budget": 0.0}, "budget 0.0"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,5 +38,8 @@ def test_what_comes_again_was_in_the_record_in_another_order(name: str, wish: Wi
 def test_mistakes_are_named(wish: Wish) -> None:
     with pytest.raises(FadeError, match="generated:songs is not known; choose from lines, key-value, needles"):
         next(recalled("songs", wish, 10))
+    for length in (20, 40):  # shorter than what stands around the record
+        with pytest.raises(FadeError, match=f"length {length} is too short for generated:lines"):
+            next(recalled("lines", replace(wish, length=length), 1))
     with pytest.raises(FadeError, match="too little for 1500 and 5000"):
         next(recalled("lines", wish, 5000))
