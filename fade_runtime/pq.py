@@ -21,7 +21,7 @@ from torch.nn.functional import embedding
 
 from fade_runtime import hf
 from predictor.errors import FadeError
-from predictor.files import sha256_file, write_aside
+from predictor.files import recover, sha256_file, write_aside
 from predictor.provenance import check_provenance, head_dim
 
 VERSION = 1
@@ -332,6 +332,8 @@ def load_codebook(path: str | Path) -> CodebookSet:
         FadeError: not there, damaged, or written by a newer release.
     """
     path = Path(path)
+    if not path.exists():
+        recover(path)
     if not (path / FACTS).is_file():
         raise FadeError(
             f"there is no codebook at {path}; train one with `python -m pipelines.train_codebook`"

@@ -27,7 +27,7 @@ from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
 from fade_runtime.state import layer_facts, restored_layer
 from predictor.errors import FadeError
-from predictor.files import sha256_file, write_aside
+from predictor.files import recover, sha256_file, write_aside
 from predictor.provenance import check_provenance, model_provenance
 
 VERSION = 3  # 2 had key scales in 16 bits; 1 read low codes as levels that end at both ends of their range
@@ -257,6 +257,8 @@ def _dtype(model: nn.Module) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """The state in a session's files, verified."""
+    if not path.exists():
+        recover(path)
     if not (path / FACTS).is_file():
         raise FadeError(f"there is no session at {path}; write one with save_session, or check the path")
     what = f"session {path}"

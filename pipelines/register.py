@@ -17,6 +17,7 @@ from pipelines.cli import run
 from predictor.budgets import HeadBudgets, learn_budgets
 from predictor.bundle import Predictor, load_bundle, save_bundle
 from predictor.errors import FadeError
+from predictor.files import recover
 from predictor.nets import ScoreNet, TokenMLP
 from predictor.registry import register_bundle
 
@@ -186,6 +187,7 @@ def _load(checkpoint: str) -> Predictor:
         raise FadeError(
             f"there is no checkpoint folder {checkpoint}; make one with: lightning fit --config ..."
         )
+    recover(folder / BEST)
     return load_bundle(folder / BEST if (folder / BEST).is_dir() else folder)
 
 

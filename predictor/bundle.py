@@ -18,7 +18,7 @@ from predictor.budgets import HeadBudgets
 from predictor.card import model_card
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
-from predictor.files import sha256_file, write_aside
+from predictor.files import recover, sha256_file, write_aside
 from predictor.nets import LOG_EMA, ScoreNet, build_net
 from predictor.provenance import check_provenance
 
@@ -176,6 +176,8 @@ def load_bundle(path: str | Path, name: str | None = None) -> Predictor:
 
 
 def _read_facts(path: Path, name: str) -> dict[str, Any]:
+    if not path.exists():
+        recover(path)
     if not path.is_dir():
         raise FadeError(f"there is no bundle at {name}; make one with pipelines.register, or check the path")
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from predictor.bundle import CARD, FACTS, WEIGHTS, Predictor, load_bundle
 from predictor.errors import FadeError
+from predictor.files import recover
 
 STORE = "sqlite:///artefacts/mlflow.db"  # unless MLFLOW_TRACKING_URI says otherwise
 EXPERIMENT = "fade-register"
@@ -179,6 +180,8 @@ def load_predictor(ref: str | Path | Predictor, tracking_uri: str | None = None)
                     f"{text} is version {version.version}, but its files are gone from {version.source}"
                 ) from error
             return load_bundle(local, name=text)
+    if not Path(text).exists():
+        recover(text)
     if not Path(text).exists() and text in shipped():
         return load_bundle(SHIPPED / text, name=text)
     if not Path(text).exists() and is_hub_id(text):

@@ -1,8 +1,6 @@
-"""Heuristic scores, provenance and files."""
+"""Heuristic scores and provenance."""
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 
 from predictor import scores
 from predictor.errors import FadeError
-from predictor.files import sha256_file, write_aside
 from predictor.provenance import check_provenance, model_provenance, tokenizer_hash, weights_fingerprint
 
 
@@ -52,27 +49,3 @@ def test_provenance_is_of_the_weights_and_the_geometry(
         check_provenance(facts, tiny_model(num_hidden_layers=3), "traces in x")
     with pytest.raises(FadeError, match="does not say its model's rope"):
         check_provenance({k: v for k, v in facts.items() if k != "rope"}, model, "x")
-
-
-def test_nothing_half_written_is_left(tmp_path: Path) -> None:
-    target = tmp_path / "whole.txt"
-    target.write_text("old")
-
-    def interrupted() -> None:
-        with write_aside(target) as aside:
-            aside.write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [p.name for p in tmp_path.iterdir()] == ["whole.txt"]
-    assert target.read_text() == "old"
-    with write_aside(tmp_path / "dir") as aside:
-        aside.mkdir()
-        (aside / "a").write_text("1")
-    with write_aside(tmp_path / "dir") as aside:  # a directory replaces a directory
-        aside.mkdir()
-        (aside / "b").write_text("2")
-    assert os.listdir(tmp_path / "dir") == ["b"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["dir", "whole.txt"]
-    assert sha256_file(target) == "cba06b5736faf67e54b07b561eae94395e774c517a7d910a54369e1263ccfbd4"
