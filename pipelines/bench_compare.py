@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.ledger import COLUMNS, read_rows
+from pipelines.ledger import COLUMNS, ratio, read_rows
 from predictor.errors import FadeError
 
 SAME = tuple(COLUMNS[COLUMNS.index("bench") : COLUMNS.index("p20")])  # what makes two rows the same measurement
@@ -32,10 +32,10 @@ def compare(before: str, after: str, ledger: str = "docs/results/ledger.csv") ->
         raise FadeError(f"{before} and {after} have no measurement in common in {ledger}; run the same ones at both")
     print(f"{'bench':<10} {'sizes':<28} {'method':<16} {'before':>10} {'after':>10} {'change':>8} {'of baseline':>12}")
     for row in found:
-        of_baseline = "-" if row["ratio_change"] is None else f"{row['ratio_change']:.3f}x"
+        change, of_baseline = ("-" if row[name] is None else f"{row[name]:.3f}x" for name in ("change", "ratio_change"))
         print(
             f"{row['bench']:<10} {row['sizes']:<28} {row['method']:<16} {row['before']:>10.4g} {row['after']:>10.4g} "
-            f"{row['change']:>7.3f}x {of_baseline:>12}"
+            f"{change:>8} {of_baseline:>12}"
         )
 
 
@@ -54,7 +54,7 @@ def of_commit(rows: Sequence[Mapping[str, str]], commit: str) -> list[Mapping[st
 
 
 def changes(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """One row for each measurement that both have, in the order of ``after``.
+    """One row for each measurement that both have, in the order of ``after``; no change from nothing.
 
     Example:
         >>> row = dict.fromkeys(COLUMNS, "") | {"method": "safe", "length": "2048", "p50": "40", "ratio": "0.8"}
@@ -76,8 +76,8 @@ def changes(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, st
                 "method": row["method"],
                 "before": float(old["p50"]),
                 "after": float(row["p50"]),
-                "change": float(row["p50"]) / float(old["p50"]),
-                "ratio_change": float(row["ratio"]) / float(old["ratio"]) if rated else None,
+                "change": ratio(float(row["p50"]), float(old["p50"])),
+                "ratio_change": ratio(float(row["ratio"]), float(old["ratio"])) if rated else None,
             }
         )
     return found

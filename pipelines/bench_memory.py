@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.ledger import quantiles, record
+from pipelines.ledger import quantiles, ratio, record
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -83,16 +83,21 @@ def memory(
         f"{'prompt':>8} {'cache':<8} {'peak, MiB':>10} {'of stock':>9} {'over the model, MiB':>20} {'of stock':>9}"
     )
     for row in rows:
+        peak, added = (_times(row[f"{what}_of_stock"]) for what in ("peak", "added"))
         print(
-            f"{row['context']:>8,} {row['method']:<8} {row['peak'] / MIB:>10.0f} {row['peak_of_stock']:>8.3f}x "
-            f"{row['added'] / MIB:>20.1f} {row['added_of_stock']:>8.3f}x"
+            f"{row['context']:>8,} {row['method']:<8} {row['peak'] / MIB:>10.0f} {peak} "
+            f"{row['added'] / MIB:>20.1f} {added}"
         )
+
+
+def _times(x: float | None) -> str:
+    return f"{'-':>9}" if x is None else f"{x:>8.3f}x"
 
 
 def _rows(
     context: int, methods: Sequence[str], runs: Sequence[Sequence[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Medians over repeats, beside stock's, which comes first."""
+    """Medians over repeats, beside stock's, which comes first; None beside a stock that added nothing."""
     for run in runs:
         for name, one in zip(methods, run):
             if one["first"] != run[0]["first"]:
@@ -104,7 +109,7 @@ def _rows(
     for name, *each in zip(methods, *runs):
         row = {key: median(one[key] for one in each) for key in ("peak", "added", "resting")}
         stock = rows[0] if rows else row
-        ratios = {f"{key}_of_stock": row[key] / stock[key] for key in ("peak", "added")}
+        ratios = {f"{key}_of_stock": ratio(row[key], stock[key]) for key in ("peak", "added")}
         spreads = {f"{key}_spread": quantiles([one[key] for one in each]) for key in ("peak", "added")}
         rows.append({"bench": "memory", "context": context, "method": name, **row, **ratios, **spreads})
     return rows
@@ -131,8 +136,8 @@ def measure_one(asked: dict[str, Any]) -> dict[str, Any]:
         asked: model, dtype, threads, method, predictor, budget, context, new_tokens.
 
     Returns:
-        resting: bytes of the process before; peak: the most while generating; added: their difference; first: the
-        first new token.
+        resting: bytes of the process before; peak: the most while generating; added: their difference, which is 0 where
+        memory that was there already sufficed; first: the first new token.
     """
     import torch
     from transformers import DynamicCache
@@ -159,7 +164,7 @@ def measure_one(asked: dict[str, Any]) -> dict[str, Any]:
     CLEAR.write_text("5")
     resting = status_bytes("VmRSS")
     first = generate(asked["context"], asked["new_tokens"])
-    peak = status_bytes("VmHWM")
+    peak = max(status_bytes("VmHWM"), resting)  # the mark is kept from counters that lag behind, and may lie below
     return {"resting": resting, "peak": peak, "added": peak - resting, "first": first}
 
 

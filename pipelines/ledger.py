@@ -39,6 +39,16 @@ def record(path: str | Path | None, rows: Sequence[Mapping[str, Any]], device: s
         add_rows(Path(path), COLUMNS, [{name: row[name] for name in COLUMNS if name in row} for row in named])
 
 
+def ratio(x: float, base: float) -> float | None:
+    """How many times base x is; None where nothing was measured to divide by.
+
+    Example:
+        >>> ratio(3, 2), ratio(3, 0)
+        (1.5, None)
+    """
+    return x / base if base else None
+
+
 def origin(device: str = "") -> dict[str, Any]:
     """Where and with what measurements are made: date, commit, device, threads, versions."""
     torch, versions = importlib.import_module("torch"), {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines import bench_memory
+from pipelines import bench_memory, ledger
 from pipelines.bench_memory import CLEAR, MIB, _in_process, _rows, status_bytes
 from predictor.errors import FadeError
 
@@ -45,9 +45,8 @@ def test_one_cache_is_measured_from_the_model_at_rest(tiny_model_dir: Path) -> N
     }
     assert runs["stock"]["first"] == runs["h2o"]["first"]
     for run in runs.values():
-        assert run["added"] == run["peak"] - run["resting"] > 0
-    # k and v, layers, kv heads, dim, float32, tokens; memory freed by loading may have been used again
-    assert runs["stock"]["added"] > 2 * 2 * 2 * 16 * 4 * 3000 / 2
+        assert run["added"] == run["peak"] - run["resting"] >= 0  # what loading freed may have been enough
+        assert run["resting"] > 100 * MIB  # torch is loaded
 
 
 def test_rows_are_medians_beside_stocks() -> None:
@@ -59,6 +58,32 @@ def test_rows_are_medians_beside_stocks() -> None:
     assert safe["added_of_stock"] == pytest.approx(44 / 102)
     with pytest.raises(FadeError, match="safe begins with token 8, stock with 7"):
         _rows(64, ["stock", "safe"], [[run[0], {**run[1], "first": 8}]])
+
+
+def test_a_stock_that_added_nothing_is_no_yardstick(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """A small prompt fits into what loading freed."""
+    added = {"stock": 0, "safe": 40, "h2o": 0}
+    monkeypatch.setattr(
+        bench_memory, "_in_process", lambda asked: {"resting": 300, "peak": 300 + added[asked["method"]],
+                                                    "added": added[asked["method"]], "first": 1}
+    )  # fmt: skip
+    path, out = tmp_path / "ledger.csv", tmp_path / "rows.jsonl"
+    assert bench_memory.main(["--model", "some/where", "--ledger", str(path), "--out", str(out)]) == 0
+    assert [json.loads(line)["added_of_stock"] for line in out.read_text().splitlines()] == [None] * 3
+    rows = {(row["bench"], row["method"]): row["ratio"] for row in ledger.read_rows(path)}
+    assert (rows["memory added", "safe"], rows["memory peak", "safe"]) == ("", "1.13333")
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["-"] * 3
+
+
+def test_a_peak_is_no_lower_than_what_rests(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel keeps the mark from counters that lag behind those of what is resident."""
+    seen = {"VmRSS": 500 * MIB, "VmHWM": 499 * MIB}
+    monkeypatch.setattr(bench_memory, "status_bytes", seen.__getitem__)
+    asked = dict(model=str(tiny_model_dir), predictor=None, budget=0.25, dtype="float32", threads=1)
+    run = bench_memory.measure_one({**asked, "method": "stock", "context": 8, "new_tokens": 1})
+    assert (run["peak"], run["added"]) == (500 * MIB, 0)
 
 
 def test_bad_options_are_named(tmp_path: Path, capsys: Any) -> None:

@@ -161,6 +161,8 @@ def test_two_commits_side_by_side(tmp_path: Path, capsys: Any) -> None:
         entry(commit="aab2", method="h2o", p50=24.0, ratio=0.4),
         entry(commit="aab2", method="safe", p50=1.0, ratio=0.4, device="other", length=4096),
         entry(commit="aab2+", method="h2o", p50=5.0, ratio=0.1),
+        entry(commit="aaa1", method="h2o", p50=0.0, ratio=0.0, length=64),  # nothing was added, say
+        entry(commit="aab2", method="h2o", p50=3.0, ratio=0.1, length=64),
     ]
     ledger.add_rows(path, ledger.COLUMNS, rows)
     assert bench.main(["compare", "aaa", "aab2", "--ledger", str(path)]) == 0
@@ -168,6 +170,7 @@ def test_two_commits_side_by_side(tmp_path: Path, capsys: Any) -> None:
     assert lines == [
         ["decode", "length", "2048", "stock", "40", "60", "1.500x", "-"],
         ["decode", "length", "2048", "safe", "20", "24", "1.200x", "0.800x"],
+        ["decode", "length", "64", "h2o", "0", "3", "-", "-"],
     ]
     for words, said in [
         (["aa", "aab2"], "commit 'aa' may be aaa1 or aab2 or aab2+"),

@@ -18,6 +18,7 @@ from fade_runtime.packed import Bits, PackedTokens, pack_tokens
 from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 from predictor.rope import Table
+from tests import rounding
 
 DEFAULT = Bits()
 
@@ -53,13 +54,6 @@ def _hiding(*shape: int) -> Tensor:
     return torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, -torch.inf)
 
 
-def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """Relative root mean square error."""
-    assert ours is not None
-    assert theirs is not None
-    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
-
-
 def _flat(result: tuple[Tensor, Tensor | None, list[Tensor]]) -> list[Tensor]:
     """The tensors of a result: output, then statistics if there are any."""
     return [t for t in (*result[:2], *result[2]) if t is not None]
@@ -88,16 +82,15 @@ def test_compiled_kernel_equals_the_reference(
             bias = _hiding(len(counts), queries, full) if masked else None
             part = Part(tokens, bias=_hiding(len(tokens), queries) if masked else None)
             given = query, key, value, [part], weights, bias, 3.0 if masked else None
-            for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in both), strict=True):
-                assert _difference(ours, theirs) < 1e-5
+            exact = rounding.attention(*given)
+            for kernel in both:
+                exact.check(_flat(kernel(*given)))
         older = torch.rand(len(counts), full), torch.rand(len(tokens))
-        states = [[state.clone() for state in older] for _ in both]
-        for kernel, into in zip(both, states):
-            _, mass, masses = kernel(*given, into, 0.5)
-            assert mass is not None
+        for kernel in both:
+            into = [state.clone() for state in older]
+            out, mass, masses = kernel(*given, into, 0.5)
             assert [each.data_ptr() for each in (mass, *masses)] == [each.data_ptr() for each in into]
-        for ours, theirs in zip(*states, strict=True):
-            assert _difference(ours, theirs) < 1e-5
+            exact.after(older, 0.5).check([out, *into])
         alone, mass, masses = cpu.attend(query, key, value, [part], None, bias, 3.0)
         assert (mass, masses) == (None, [])
         assert torch.equal(alone, cpu.attend(*given)[0])
@@ -118,8 +111,9 @@ def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_token
     key, value = torch.randn(2, 3, 1030, dim)
     for tokens in (packed, _mixed(packed)):
         given = query, key, value, [Part(tokens)], weights
-        for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in (cpu.attend, reference.attend)), strict=True):
-            assert _difference(ours, theirs) < 2e-5  # a thousand terms
+        exact = rounding.attention(*given)
+        for kernel in (cpu.attend, reference.attend):
+            exact.check(_flat(kernel(*given)))
 
 
 @pytest.mark.kernels
@@ -129,8 +123,9 @@ def test_many_queries_over_several_pieces() -> None:
     packed = _mixed(_ragged([2500, 700], 64))
     query, (key, value) = torch.randn(2, 42, 64), torch.randn(2, 2, 1500, 64)
     given = query, key, value, [Part(packed)], torch.rand(42)
-    for ours, theirs in zip(_flat(cpu.attend(*given)), _flat(reference.attend(*given)), strict=True):
-        assert _difference(ours, theirs) < 1e-5
+    exact = rounding.attention(*given)
+    for kernel in (cpu.attend, reference.attend):
+        exact.check(_flat(kernel(*given)))
 
 
 # Tokens of each row, part by part.
@@ -170,11 +165,12 @@ def test_several_parts_under_one_softmax(
     bias = _hiding(3, queries, full) if masked else None
     given = query, key, value, parts, weights, bias, 3.0 if masked else None
     results = [kernel(*given) for kernel in both]
-    for ours, theirs in zip(*map(_flat, results), strict=True):
-        assert _difference(ours, theirs) < 1e-5
+    exact = rounding.attention(*given)
+    for result in results:
+        exact.check(_flat(result))
     assert [len(mass) for mass in results[0][2]] == [len(part.tokens) for part in parts]
     total = float(results[0][1].sum() + sum(mass.sum() for mass in results[0][2]))  # type: ignore[union-attr]
-    assert total == pytest.approx(3 * float(weights.sum()), rel=1e-5)
+    assert total == pytest.approx(3 * float(weights.sum()), rel=rounding.of_sum(sum(map(len, results[0][2])) + full))
     monkeypatch.setattr(cpu, "PARALLEL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for alone, shared in zip(_flat(results[0]), _flat(cpu.attend(*given)), strict=True):
@@ -193,8 +189,9 @@ def test_parts_give_what_their_join_gives(counts: int) -> None:
     out, mass, masses = cpu.attend(query, key, value, parts, weights)
     expected, full_mass, (joined_mass,) = cpu.attend(query, key, value, [Part(joined)], weights)
     order = torch.cat([each.token_row() for each in tokens]).argsort(stable=True)
-    for ours, theirs in ((out, expected), (mass, full_mass), (torch.cat(masses)[order], joined_mass)):
-        assert _difference(ours, theirs) < 1e-6
+    exact = rounding.attention(query, key, value, [Part(joined)], weights)
+    for results in ((out, mass, torch.cat(masses)[order]), (expected, full_mass, joined_mass)):
+        exact.check(results)
 
 
 @pytest.mark.kernels
@@ -204,8 +201,9 @@ def test_parts_of_different_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "attend", None)
     parts = [Part(_mixed(_ragged([70, 9], 64, bits))) for bits in (DEFAULT, Bits(8, 8, 4, 4), Bits(2, 2, 2, 2))]
     given = torch.randn(2, 3, 64) / 2, *torch.randn(2, 2, 5, 64), parts, torch.rand(3)
-    for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in both), strict=True):
-        assert _difference(ours, theirs) < 1e-5
+    exact = rounding.attention(*given)
+    for kernel in both:
+        exact.check(_flat(kernel(*given)))
 
 
 @pytest.mark.kernels
@@ -244,9 +242,8 @@ def test_keys_may_lie_in_a_longer_buffer() -> None:
     packed, query = _ragged([70, 9], 64), torch.randn(2, 3, 64)
     key, value = torch.full((2, 2, 40, 64), torch.nan)
     key[:, :30], value[:, :30] = torch.randn(2, 2, 30, 64)
-    ours = cpu.attend(query, key[:, :30], value[:, :30], [Part(packed)])[0]
-    theirs = reference.attend(query, key[:, :30], value[:, :30], [Part(packed)])[0]
-    assert _difference(ours, theirs) < 1e-5
+    given = query, key[:, :30], value[:, :30], [Part(packed)]
+    rounding.attention(*given).check(_flat(cpu.attend(*given)))
 
 
 @pytest.mark.kernels
@@ -255,9 +252,11 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     packed = _ragged([130, 70], 64)
     query, (key, value) = torch.randn(2, 3, 64) * 300, torch.randn(2, 2, 5, 64)
     given = query, key, value, [Part(packed)], torch.ones(3)
-    for mine, other in zip(_flat(cpu.attend(*given)), _flat(reference.attend(*given)), strict=True):
-        assert bool(mine.isfinite().all())
-        assert _difference(mine, other) < 1e-3
+    exact = rounding.attention(*given)
+    for kernel in (cpu.attend, reference.attend):
+        results = _flat(kernel(*given))
+        assert all(bool(each.isfinite().all()) for each in results)
+        exact.check(results)
 
 
 @pytest.mark.slow
@@ -275,13 +274,11 @@ def test_builds_for_lesser_processors_agree(processor: str, monkeypatch: pytest.
         for dim in (16, 64, 80, 128)
         for packed in [_mixed(_ragged([130, 41], dim))]
     ]
-    native = [_flat(cpu.attend(*each)) for each in given]
     monkeypatch.setattr(cpu, "FLAGS", [flag.replace("native", processor) for flag in cpu.FLAGS])
     monkeypatch.setattr(cpu, "_library", functools.cache(cpu._library.__wrapped__))
     cpu.self_test()
-    for each, expected in zip(given, native, strict=True):
-        for ours, theirs in zip(_flat(cpu.attend(*each)), expected, strict=True):
-            assert _difference(ours, theirs) < 1e-5
+    for each in given:
+        rounding.attention(*each).check(_flat(cpu.attend(*each)))
 
 
 @pytest.mark.kernels
@@ -292,7 +289,10 @@ def test_half_precision_queries_keep_their_type(dtype: torch.dtype) -> None:
     query, (key, value) = torch.randn(2, 3, 64), torch.randn(2, 2, 7, 64)
     out, _, _ = cpu.attend(query.to(dtype), key.to(dtype), value.to(dtype), [Part(packed)])
     assert out.dtype == dtype
-    assert _difference(out.float(), reference.attend(query, key, value, [Part(packed)])[0]) < 0.01
+    rounded = [each.to(dtype) for each in (query, key, value)]
+    exact = rounding.attention(*rounded, [Part(packed)])
+    once = torch.finfo(dtype).eps / 2 * float(out.float().norm())  # the result is rounded once
+    assert float((out - exact.results[0]).norm()) <= once + exact.errors[0]
 
 
 @pytest.mark.kernels
@@ -311,9 +311,9 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
     expected, full_mass, (few_mass,) = reference.attend(
         query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2)
     )
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(mass[:, :4], full_mass)
-    torch.testing.assert_close(body_mass[:10], few_mass)
+    exact = rounding.attention(query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2))
+    for results in ((out, mass[:, :4], body_mass[:10]), (expected, full_mass, few_mass)):
+        exact.check(results)
     assert bool((body_mass[10:] == 0).all())
     all_hidden = Part(packed, bias=torch.full_like(body_hidden, -torch.inf))
     nothing, _, _ = kernel(query, key, value, [all_hidden], None, torch.full_like(hidden, -torch.inf))
