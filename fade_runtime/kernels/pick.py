@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -14,13 +15,21 @@ from fade_runtime import packed
 from fade_runtime.kernels import cpu, reference
 from predictor.errors import FadeError
 
+_DECIDING = threading.Lock()
 
-@functools.cache
+
 def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, list[Tensor]]]:
     """Choose the attention kernel of a device, once: C on a CPU, Triton on a GPU, when it works and agrees.
 
-    ``FADE_KERNEL=reference`` in the environment asks for plain torch.
+    ``FADE_KERNEL=reference`` in the environment asks for plain torch. Several threads wait for one decision.
     """
+    with _DECIDING:
+        return decided(device)
+
+
+@functools.cache
+def decided(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, list[Tensor]]]:
+    """What :func:`pick_kernel` returns, and keeps."""
     if device.type not in ("cpu", "cuda") or os.environ.get("FADE_KERNEL") == "reference":
         return reference.attend
     try:
@@ -32,7 +41,7 @@ def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | No
         triton_check.self_test(device)
         return triton.attend
     except (FadeError, OSError, ImportError) as problem:
-        warnings.warn(f"slow attention over packed tokens: {problem}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"slow attention over packed tokens: {problem}", RuntimeWarning, stacklevel=3)
         return reference.attend
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import cpu, reference
+from fade_runtime.kernels import build, cpu, reference
 from fade_runtime.kernels.reference import Part
 from fade_runtime.packed import Bits, PackedTokens, pack_tokens
 from fade_runtime.tiers import Tier
@@ -23,15 +23,30 @@ from tests import rounding
 DEFAULT = Bits()
 
 
-@pytest.fixture
-def compiled() -> None:
-    """Builds the kernel; a machine without any C compiler runs the reference alone."""
+SETS = {"native": "", "skylake-avx512": "avx512bw", "x86-64-v3": "avx2", "x86-64": "sse2"}  # and what they need
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "native")) for name in SETS])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel built for this processor, for AVX-512 that multiplies no bytes, for AVX2, and for no more than SSE2.
+
+    A machine without any C compiler runs the reference alone.
+    """
+    if request.param != "native":
+        info = Path("/proc/cpuinfo")
+        flags = info.read_text().split() if platform.machine() == "x86_64" and info.exists() else []
+        if SETS[request.param] not in flags:
+            pytest.skip(f"this machine cannot run {request.param}")
     try:
-        cpu.build()
+        library = _library(request.param)
     except FadeError as problem:
         if "no C compiler" in str(problem):
             pytest.skip(str(problem))
         raise
+    monkeypatch.setattr(cpu, "_library", lambda: library)
+
+
+_library = functools.cache(build.load)
 
 
 def _ragged(lengths: list[int], dim: int, bits: Bits = DEFAULT) -> PackedTokens:
@@ -257,28 +272,6 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
         results = _flat(kernel(*given))
         assert all(bool(each.isfinite().all()) for each in results)
         exact.check(results)
-
-
-@pytest.mark.slow
-@pytest.mark.kernels
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of this family")
-@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "skylake-avx512"])
-def test_builds_for_lesser_processors_agree(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same file without vector instructions, with AVX2, and with AVX-512 that multiplies no bytes."""
-    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    if {"x86-64": "sse2", "x86-64-v3": "avx2", "skylake-avx512": "avx512bw"}[processor] not in flags:
-        pytest.skip(f"this machine cannot run {processor}")
-    given = [
-        (torch.randn(2, 3, dim) / 2, *torch.randn(2, 2, 70, dim), [Part(packed)], torch.rand(3))
-        for dim in (16, 64, 80, 128)
-        for packed in [_mixed(_ragged([130, 41], dim))]
-    ]
-    monkeypatch.setattr(cpu, "FLAGS", [flag.replace("native", processor) for flag in cpu.FLAGS])
-    monkeypatch.setattr(cpu, "_library", functools.cache(cpu._library.__wrapped__))
-    cpu.self_test()
-    for each in given:
-        rounding.attention(*each).check(_flat(cpu.attend(*each)))
 
 
 @pytest.mark.kernels

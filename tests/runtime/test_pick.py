@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,17 @@ import torch
 
 from fade_runtime import packed
 from fade_runtime.kernels import cpu, reference
-from fade_runtime.kernels.pick import pick_kernel, pick_quantiser
+from fade_runtime.kernels.pick import decided, pick_kernel, pick_quantiser
+from predictor.errors import FadeError
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
 def _undecided() -> Iterator[None]:
-    pick_kernel.cache_clear()
+    decided.cache_clear()
     yield
-    pick_kernel.cache_clear()
+    decided.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a GPU that does not work")
@@ -66,11 +69,11 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) 
 def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = lambda *given: (reference.attend(*given)[0] + 1, *reference.attend(*given)[1:])
     monkeypatch.setattr(cpu, "attend", wrong)
-    pick_kernel.cache_clear()
+    decided.cache_clear()
     with pytest.warns(RuntimeWarning, match="disagrees with the reference in its output"):
         assert pick_kernel(CPU) is reference.attend
     monkeypatch.undo()
-    pick_kernel.cache_clear()
+    decided.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pick_kernel(CPU)
@@ -78,6 +81,21 @@ def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_environment_asks_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FADE_KERNEL", "reference")
-    pick_kernel.cache_clear()
+    decided.cache_clear()
     assert pick_kernel(CPU) is reference.attend
-    pick_kernel.cache_clear()
+    decided.cache_clear()
+
+
+def test_threads_that_begin_together_get_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = []
+
+    def fails() -> None:
+        tested.append(time.sleep(0.05))
+        raise FadeError("no")
+
+    monkeypatch.setattr(cpu, "self_test", fails)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(pick_kernel, [CPU] * 8)) == {reference.attend}
+    assert (len(tested), len(said)) == (1, 1)

@@ -24,6 +24,7 @@ from fade_runtime import (
 )
 from fade_runtime.attention import pick_kernel
 from fade_runtime.hf import forward_kwargs
+from fade_runtime.kernels.pick import decided
 from fade_runtime.layer import TieredLayer
 from tests.conftest import make_tiny_model
 
@@ -220,9 +221,9 @@ def test_the_path_that_runs_is_named(model: Any, monkeypatch: pytest.MonkeyPatch
     assert telemetry.attention_path(layer) == "dense"
     feed(model, cache, 0)
     monkeypatch.setenv("FADE_KERNEL", "reference")
-    pick_kernel.cache_clear()
+    decided.cache_clear()
     assert telemetry.attention_path(layer) == "reference"
-    pick_kernel.cache_clear()
+    decided.cache_clear()
     other = make_tiny_model()
     cache = create_tiered_cache(other, FadeConfig.safe())
     other.set_attn_implementation("eager")
