@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import build, reference
+from fade_runtime.kernels import reference
+from fade_runtime.kernels.library import build as build
+from fade_runtime.kernels.library import load
 from fade_runtime.kernels.reference import Part
 from fade_runtime.packed import Bits, PackedTokens, pack_tokens
 from predictor.errors import FadeError
@@ -54,7 +56,7 @@ class _Call(ctypes.Structure):
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    return build.load()
+    return load()
 
 
 def attend(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import build, cpu, reference
+from fade_runtime.kernels import cpu, library, reference
 from fade_runtime.kernels.reference import Part
 from fade_runtime.packed import Bits, PackedTokens, pack_tokens
 from fade_runtime.tiers import Tier
@@ -46,7 +46,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cpu, "_library", lambda: library)
 
 
-_library = functools.cache(build.load)
+_library = functools.cache(library.load)
 
 
 def _ragged(lengths: list[int], dim: int, bits: Bits = DEFAULT) -> PackedTokens:

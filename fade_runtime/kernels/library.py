@@ -31,7 +31,12 @@ OWN_FOLDER = "set XDG_CACHE_HOME to a folder of your own"
 
 
 def load(march: str | None = None) -> ctypes.CDLL:
-    """The kernel's library, built if it is not there.
+    """The kernel's library, built if it is not there; arguments and errors of :func:`build`."""
+    return _found(march)[1]
+
+
+def build(march: str | None = None) -> Path:
+    """Build the kernel unless it is there already; return where its library is kept.
 
     Args:
         march: instruction set, as GCC's ``-march`` names it; None: that of the environment's ``FADE_MARCH``, else
@@ -41,6 +46,10 @@ def load(march: str | None = None) -> ctypes.CDLL:
         FadeError: there is no compiler, or it fails, hangs or builds something else; no folder to keep a library in.
         OSError: the system refuses to read, write or load.
     """
+    return _found(march)[0]
+
+
+def _found(march: str | None) -> tuple[Path, ctypes.CDLL]:
     if os.name != "posix":
         raise FadeError(f"the C kernel is not built on {platform.system()}; it needs a POSIX system")
     compiler, march = _compiler(), march or os.environ.get("FADE_MARCH") or "native"
@@ -50,13 +59,13 @@ def load(march: str | None = None) -> ctypes.CDLL:
             if name.startswith(stem):
                 library = _open(name, folder)
                 if library is not None and name == f"{stem}{_digest(library)}.so":
-                    return _load(path / name, library)
+                    return path / name, _load(path / name, library)
                 with contextlib.suppress(FileNotFoundError):  # another process was quicker
                     os.unlink(name, dir_fd=folder)
         return _build([*compiler, f"-march={march}"], path, stem)
 
 
-def _build(compiler: Sequence[str], path: Path, stem: str) -> ctypes.CDLL:
+def _build(compiler: Sequence[str], path: Path, stem: str) -> tuple[Path, ctypes.CDLL]:
     """Compile, load, and keep what could be loaded; each process by itself, of several the last one's is kept."""
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".build-", dir=path, ignore_cleanup_errors=True)
@@ -74,8 +83,9 @@ def _build(compiler: Sequence[str], path: Path, stem: str) -> ctypes.CDLL:
         if library is None:
             raise FadeError(f"{aside} is not what {compiler[0]} was to write; {OWN_FOLDER}")
         loaded = _load(aside, library)
-        os.replace(aside, path / f"{stem}{_digest(library)}.so")
-        return loaded
+        kept = path / f"{stem}{_digest(library)}.so"
+        os.replace(aside, kept)
+        return kept, loaded
 
 
 def _compiler() -> list[str]:
