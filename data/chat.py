@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from data.reading import proper
 from predictor.errors import FadeError
 
 Message = Mapping[str, Any]
@@ -85,11 +86,18 @@ def is_chat(value: Any) -> TypeGuard[Sequence[Message]]:
 
 
 def content(message: Message) -> str:
-    """The text of a message, whose content may be a text, a list of parts of which some are text, or nothing."""
-    held = message["content"]
-    if isinstance(held, str):
-        return held
-    return "\n".join(part["text"] for part in held or () if isinstance(part.get("text"), str))
+    """The text of a message, whose content may be a text, a list of parts of which some are text, or nothing.
+
+    Raises:
+        FadeError: something else in it, or a text with half of a surrogate pair.
+    """
+    held, whose = message["content"], f"a message of {message['role']}"
+    if not isinstance(held, str):
+        if not isinstance(held, Sequence | None):
+            raise FadeError(f"{whose} has {type(held).__name__} for content; give a text or a list of parts")
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in held or ()]
+        held = "\n".join(part for part in parts if isinstance(part, str))
+    return proper(held, whose)
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:

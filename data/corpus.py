@@ -15,10 +15,11 @@ import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterator
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import NamedTuple
 
+from data.reading import read_text
 from predictor.errors import FadeError
 
 PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sklearn", "sympy")  # dependencies of the dependencies
@@ -78,10 +79,18 @@ def builtin_families(seed: int, only: str = "") -> list[Iterator[Text]]:
 
 
 def _readmes(seed: int) -> Iterator[Text]:
-    pages = {one.metadata["Name"]: one.read_text("METADATA") or "" for one in distributions()}
+    pages = dict(_page(one) for one in distributions())
     names = sorted(name for name, page in pages.items() if name and len(page) >= MIN_README)
     for name in random.Random(f"corpus {seed}").sample(names, len(names)):
         yield Text("readmes", f"readmes/{name}", pages[name].partition("\n\n")[2])
+
+
+def _page(package: Distribution) -> tuple[str, str]:
+    """What an installed package is called and says of itself; nothing where that is no UTF-8."""
+    try:
+        return package.metadata["Name"], package.read_text("METADATA") or ""
+    except UnicodeDecodeError:
+        return "", ""
 
 
 def python_files(root: Path) -> list[tuple[str, Path]]:
@@ -142,8 +151,8 @@ def _package_files() -> list[tuple[str, Path]]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return read_text(file)
+    except FadeError:  # other people's code, some of it in old encodings
         return ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.chat import Render, is_chat, role_lines
+from data.reading import json_lines, proper, read_text
 from predictor.errors import FadeError
 
 RECORDS = (".jsonl", ".parquet")
@@ -74,41 +74,35 @@ def file_texts(file: Path, fields: Sequence[str] = (), render: Render = role_lin
         render: writes a chat (:func:`data.chat.chat_renderer`).
 
     Raises:
-        FadeError: unreadable, not UTF-8, binary, not JSON, or a record without the field.
+        FadeError: unreadable, binary or in another encoding, not JSON, or a record without the field.
     """
     if file.suffix.lower() == ".parquet":
         yield from _parquet(file, fields, render)
-        return
-    try:
-        if file.suffix.lower() != ".jsonl":
-            text = file.read_text(encoding="utf-8")
-            if "\0" in text:
-                raise FadeError(f"text source {file} is not text but binary; convert it to text")
-            yield Part(text)
-            return
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield record_text(
-                        _parse(line, f"{file} line {number}"), fields, render, f"{file} line {number}"
-                    )
-    except UnicodeDecodeError as error:
-        raise FadeError(f"text source {file} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
-    except OSError as error:
-        raise FadeError(f"text source {file} cannot be read: {error.strerror}; check the file") from error
+    elif file.suffix.lower() != ".jsonl":
+        yield Part(read_text(file))
+    else:
+        for where, record in json_lines(file, remedy="give one object with a text field a line"):
+            if part := record_text(record, fields, render, where):
+                yield part
 
 
 def record_text(
-    record: Mapping[str, Any], fields: Sequence[str] = (), render: Render = role_lines, where: str = "record"
-) -> Part:
+    record: Mapping[str, Any],
+    fields: Sequence[str] = (),
+    render: Render = role_lines,
+    where: str = "text source record",
+) -> Part | None:
     r"""Write one record as text. A field is a text, or a chat: messages with ``role`` and ``content``.
 
     Args:
         record: name -> value. fields: joined by line ends; by default ``text``, or else ``messages``.
         render: writes a chat. where: names the record in an error.
 
+    Returns:
+        The text; None when one of the fields is null.
+
     Raises:
-        FadeError: no such field, or something else in it.
+        FadeError: no such field, something else in it, or a text with half of a surrogate pair.
 
     Example:
         >>> record_text({"question": "1 + 1?", "answer": "2"}, ["question", "answer"]).text
@@ -118,13 +112,15 @@ def record_text(
     parts = []
     for name in names:
         value = record.get(name)
+        if value is None and name in record:
+            return None
         if is_chat(value):
-            parts.append(Part(_rendered(render, value, where), whole=True))
+            parts.append(Part(proper(_rendered(render, value, where), where), whole=True))
         elif isinstance(value, str):
-            parts.append(Part(value))
+            parts.append(Part(proper(value, where)))
         else:
             raise FadeError(
-                f"text source {where} has no text field {name!r} but {sorted(record)}; give records with a text field "
+                f"{where} has no text field {name!r} but {sorted(record)}; give records with a text field "
                 "or chat messages, or name fields: FILE.jsonl:FIELD+FIELD"
             )
     return Part("\n".join(part.text for part in parts), any(part.whole for part in parts))
@@ -151,19 +147,7 @@ def _rendered(render: Render, messages: Sequence[Mapping[str, Any]], where: str)
     try:
         return render(messages)
     except FadeError as error:
-        raise FadeError(f"text source {where}: {error}") from error
-
-
-def _parse(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise FadeError(
-            f"text source {where} is not JSON; give one object with a text field a line"
-        ) from error
-    if not isinstance(record, dict):
-        raise FadeError(f"text source {where} is no object; give one object with a text field a line")
-    return record
+        raise FadeError(f"{where}: {error}") from error
 
 
 def _parquet(file: Path, fields: Sequence[str], render: Render) -> Iterator[Part]:
@@ -174,7 +158,9 @@ def _parquet(file: Path, fields: Sequence[str], render: Render) -> Iterator[Part
             for batch in table.iter_batches(batch_size=64, columns=wanted):
                 for record in batch.to_pylist():
                     number += 1
-                    if all(record[name] is not None for name in wanted):
-                        yield record_text(record, wanted, render, f"{file} row {number}")
+                    if part := record_text(record, wanted, render, f"text source {file} row {number}"):
+                        yield part
+    except UnicodeDecodeError as error:
+        raise FadeError(f"text source {file} has text that is not UTF-8; write it again as UTF-8") from error
     except (pa.ArrowException, OSError) as error:
         raise FadeError(f"text source {file} is not a whole Parquet file; check the file") from error

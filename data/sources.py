@@ -12,7 +12,13 @@ from data.records import columns_of, file_texts, record_text, split_fields, text
 from predictor.errors import FadeError
 
 SECTION = 24_000  # characters; a longer file counts as several origins, so that one book fills both splits
-_BLANK_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
+LONG = 8_000  # characters; a longer passage is cut further, so that a text without blank lines gives documents too
+_ENDS = (  # what ends a passage: blank lines; where that leaves it too long line ends, then sentences, then words
+    re.compile(r"(\n(?:[ \t]*\n)+)"),
+    re.compile(r"(\n)"),
+    re.compile(r"((?<=[.!?])\s+|(?<=[。！？])(?!\s))"),
+)
+_WORDS = re.compile(rf"(?s).{{1,{LONG}}}(?:\s+|$)|.{{1,{LONG}}}")
 
 
 def open_source(source: str, seed: int = 0, render: Render = role_lines) -> list[Iterator[Text]]:
@@ -37,12 +43,28 @@ def open_source(source: str, seed: int = 0, render: Render = role_lines) -> list
 def passages(text: str) -> list[str]:
     r"""Cut a text at its blank lines; the pieces joined give the text back.
 
+    A piece longer than :data:`LONG` is cut at its line ends, a longer line at its sentences, a longer sentence between
+    words.
+
     Example:
         >>> passages("one\n\n  two\n \n\nthree")
         ['one\n\n', '  two\n \n\n', 'three']
+        >>> len(passages("A line of this text.\n" * 1000)), len(passages("And a sentence. " * 1000))
+        (1000, 1000)
     """
-    pieces = _BLANK_LINES.split(text) + [""]
-    return [p for p in map("".join, zip(pieces[::2], pieces[1::2])) if p]
+    return list(_cut(text, _ENDS))
+
+
+def _cut(text: str, ends: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    end, *finer = ends
+    pieces = end.split(text) + [""]
+    for piece in map("".join, zip(pieces[::2], pieces[1::2])):
+        if len(piece) > LONG and finer:
+            yield from _cut(piece, finer)
+        elif len(piece) > LONG:
+            yield from _WORDS.findall(piece)
+        elif piece:
+            yield piece
 
 
 def _files(source: str, files: list[Path], fields: Sequence[str], render: Render) -> Iterator[Text]:
@@ -85,11 +107,9 @@ def _dataset(source: str, render: Render) -> Iterator[Text]:
     fields = columns_of(named.split("+") if named else (), columns, source)
     empty = True
     for number, record in enumerate(records):
-        if any(record[field] is None for field in fields):
-            continue
-        text, whole = record_text(record, fields, render, f"{source} record {number}")
-        for section, part in enumerate(_sections(text, whole)):
-            empty = False
-            yield Text(name, f"{source}#{number}:{section}", part, whole)
+        if found := record_text(record, fields, render, f"text source {source} record {number}"):
+            for section, part in enumerate(_sections(*found)):
+                empty = False
+                yield Text(name, f"{source}#{number}:{section}", part, found.whole)
     if empty:
         raise FadeError(f"text source {source} is empty; choose another dataset or split")

@@ -94,9 +94,10 @@ def load_documents(
     for mix, split, wanted in ((apart, "validation", validation), (mixed, "train", train)):
         drawn = mix.draw(split, wanted)
         if len(drawn) < wanted:
+            long = f" ({read.long} passages have more each: blank lines within them would help)" if read.long else ""
             raise FadeError(
                 f"{mix.name} gives {len(drawn) + len(documents) * (mix is mixed)} documents of at least {length} "
-                f"{_unit(measure)} but {train} train and {validation} validation documents were asked for; "
+                f"{_unit(measure)}{long} but {train} train and {validation} validation documents were asked for; "
                 "add text, or ask for fewer or shorter documents"
             )
         documents = drawn + documents
@@ -119,6 +120,7 @@ class _Read:
     measure: Callable[[str], int]
     passages: set[bytes]
     held_out: dict[bytes, str]  # hash of a text that validation alone may read -> its origin
+    long: int = 0  # passages that alone are longer than a document has to be
 
 
 class _Mix:
@@ -220,7 +222,9 @@ class _Packer:
             parts.append(passage)
             origins[origin] = None
             self._last = origin
-            have += measure(passage)
+            size = measure(passage)
+            self._read.long += size > length and not whole
+            have += size
             if have >= length and measure("".join(parts)) >= length:
                 text = "".join(parts)
                 name = hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from data.reading import proper, read_text
 from pipelines import cli
 from predictor.errors import FadeError
 
@@ -165,11 +166,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     """The text that the user gave, if any.
 
     Raises:
-        FadeError: both options, or an empty text.
+        FadeError: both options, an empty text, or one that is no text.
     """
     if prompt is not None and prompt_file is not None:
         raise FadeError("prompt and prompt_file are both given; drop one of them")
-    text = prompt_file.read_text(encoding="utf-8", errors="replace") if prompt_file else prompt
+    text = prompt if prompt is None else proper(prompt, "prompt")
+    text = text if prompt_file is None else read_text(prompt_file, "prompt_file")
     if text is not None and not text.strip():
         raise FadeError(f"prompt {prompt_file or ''} is empty; give some text".replace("  ", " "))
     return text

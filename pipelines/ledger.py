@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import importlib
+import io
 import platform
 import subprocess
 import time
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.reading import read_text
 from predictor.errors import FadeError
 
 COLUMNS = (
@@ -119,8 +121,7 @@ def add_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
     if not new:
-        with path.open(newline="", encoding="utf-8") as file:
-            found = next(csv.reader(file))
+        found = next(csv.reader(io.StringIO(read_text(path, "ledger"))))
         if found != list(columns):
             raise FadeError(f"{path} has other columns ({', '.join(found)}); name another file")
     with path.open("a", newline="", encoding="utf-8") as file:
@@ -139,8 +140,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """
     if not path.is_file():
         raise FadeError(f"ledger {path} is not there; make one with --ledger of a benchmark")
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-        if not rows or list(rows[0]) != list(COLUMNS):
-            raise FadeError(f"{path} is no ledger of this version; name another file")
+    rows = list(csv.DictReader(io.StringIO(read_text(path, "ledger"))))
+    if not rows or list(rows[0]) != list(COLUMNS):
+        raise FadeError(f"{path} is no ledger of this version; name another file")
     return rows

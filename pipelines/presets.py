@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.reading import read_text
 from fade_runtime import FadeConfig
 from pipelines.methods import PRESETS
 from predictor.bundle import Predictor
@@ -62,7 +63,7 @@ def _options(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     import yaml
 
     try:
-        read = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+        read = yaml.safe_load(read_text(config, "config"))
     except yaml.YAMLError as error:
         raise FadeError(f"config {config} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(read, dict):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.reading import json_lines
 from pipelines import cli
 from pipelines.cells import cell_table, cells, size_table, sizes, summary, unreached
 from predictor.errors import FadeError
@@ -66,12 +67,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise FadeError(f"{path} is not there; run make proof, which writes it")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise FadeError(f"{path} line {number} is not JSON ({error.msg}); run make proof again") from error
+    rows = [row for _, row in json_lines(path, "results", "run make proof again")]
     if not rows:
         raise FadeError(f"{path} is empty; run make proof again")
     return rows

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from data.reading import json_lines, proper
 from predictor.errors import FadeError
 
 
@@ -24,12 +24,12 @@ class Record:
         """A field that is a text.
 
         Raises:
-            FadeError: it is not there, or something else.
+            FadeError: it is not there, or something else, or has half of a surrogate pair.
         """
         value = self.held.get(name)
         if not isinstance(value, str):
             raise FadeError(f"{self.where} has no text field {name!r} but {self._found(name)}")
-        return value
+        return proper(value, self.where)
 
     def texts(self, name: str) -> list[str]:
         """A field that is a list of texts, one at least.
@@ -40,7 +40,7 @@ class Record:
         value = self.held.get(name)
         if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
             raise FadeError(f"{self.where} has no list of texts {name!r} but {self._found(name)}")
-        return value
+        return [proper(one, self.where) for one in value]
 
     def truth(self, name: str) -> bool:
         """A field that is true or false.
@@ -61,7 +61,7 @@ def records(source: str) -> Iterator[Record]:
     """Records of ``FILE.jsonl``, or of ``hf:NAME``, ``hf:NAME:CONFIG``, ``hf:NAME:CONFIG:SPLIT`` (test by default).
 
     Raises:
-        FadeError: the file is absent, not UTF-8, or has a line that is no JSON object; the dataset cannot be loaded.
+        FadeError: the file is absent, no text, or has a line that is no JSON object; the dataset cannot be loaded.
     """
     if source.startswith("hf:"):
         yield from _dataset(source)
@@ -72,26 +72,11 @@ def records(source: str) -> Iterator[Record]:
             f"task file {path} is not there; give the folder by data, or the file or hf:NAME by files"
         )
     empty = True
-    try:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    empty = False
-                    yield Record(_parse(line, f"{path} line {number}"), f"{path} line {number}")
-    except UnicodeDecodeError as error:
-        raise FadeError(f"task file {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    for where, held in json_lines(path, "task file"):
+        empty = False
+        yield Record(held, where)
     if empty:
         raise FadeError(f"task file {path} is empty; get it again")
-
-
-def _parse(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        held = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise FadeError(f"{where} is not JSON ({error.msg}); give one object a line") from error
-    if not isinstance(held, dict):
-        raise FadeError(f"{where} is no object but {type(held).__name__}; give one object a line")
-    return held
 
 
 def _dataset(source: str) -> Iterator[Record]:
