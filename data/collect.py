@@ -15,7 +15,7 @@ from data.continuation import continue_prompt
 from data.folder import Folder
 from data.lm import load_lm, load_tokenizer, refuse_too_long
 from data.plan import CollectSettings, Task, begin_manifest, prepare
-from data.record import record_forward
+from data.record import record_forward, watched
 from data.trace import Row, read_manifest
 from data.writer import DocumentProgress, ShardWriter, finish, is_whole
 from predictor.errors import FadeError
@@ -113,9 +113,8 @@ class TraceCollector(LightningModule):
         super().__init__()
         self.settings, self.tasks = settings, tasks
         self.allow_zero_length_dataloader_with_multiple_devices = True  # fewer shards left than processes
-        self._held: list[
-            Any
-        ] = []  # in a plain list, so that Lightning neither registers, moves nor saves the model
+        # the model and its watched twin, in a plain list, so that Lightning neither registers, moves nor saves them
+        self._held: list[Any] = []
 
     @property
     def language_model(self) -> Any:
@@ -133,7 +132,8 @@ class TraceCollector(LightningModule):
         refuse_too_long(
             model, prompt + future, f"max_prompt {prompt} and future {future} pass", "lower max_prompt"
         )
-        self._held[:] = [model.to(self.trainer.strategy.root_device)]
+        model.to(self.trainer.strategy.root_device)
+        self._held[:] = [model, watched(model)]
 
     def predict_dataloader(self) -> DataLoader:
         """Documents of this process: whole shards, so that each file has one writer."""
@@ -163,7 +163,7 @@ class TraceCollector(LightningModule):
                 top_p=settings.top_p,
                 seed=f"{settings.seed} {document.id}",
             )
-        rows = record_forward(self.language_model, tokens, batch.prompt, settings.spec, settings.h2o)
+        rows = record_forward(self._held[1], tokens, batch.prompt, settings.spec, settings.h2o)
         origin = {"doc": document.id, "split": document.split, "source": document.source}
         for row in rows:
             refuse_not_finite(origin | row, "attention", f"use another dtype than {settings.dtype}")

@@ -2,13 +2,13 @@
 
 :func:`record_forward` runs a model once over one document under an attention function of our own, which computes
 the output exactly as transformers' SDPA function does and hands queries, keys and values to an
-:class:`AttentionRecorder`. The recorder travels with the call, as a keyword, so two models never mix.
+:class:`AttentionRecorder`. The model itself is left alone: a twin on its weights is run, and the recorder travels with
+the call, as a keyword, so whatever else runs at the same time, on this model or another, never mixes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from data.trace import Row
 from predictor import rope
 from predictor.errors import FadeError
 from predictor.features import FLOOR, FeatureSpec, attention_rows, h2o_mass, pool_blocks, prefill_features
+from predictor.twin import dense_twin
 
 NAME = "fade_record"
 _CHANGES_SCORES = ("s_aux", "softcap", "position_bias")  # arguments that would make the recorded rows wrong
@@ -80,19 +81,32 @@ class AttentionRecorder:
             self.rows.append(row | {name: array[head] for name, array in arrays.items()})
 
 
+def watched(model: Any) -> Any:
+    """A twin of a model that :func:`record_forward` takes as it is; make it once for many documents.
+
+    It is on the weights that the model has now: make another after moving or changing the model.
+
+    Args:
+        model: a causal language model of transformers, on any device. It is not changed.
+    """
+    twin = dense_twin(model)
+    twin.set_attn_implementation(NAME)
+    return twin
+
+
 def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h2o: bool = True) -> list[Row]:
     """Run the model once over one document and return its trace rows.
 
     Args:
-        model: a causal language model of transformers, on any device.
+        model: a causal language model of transformers, on any device, or what :func:`watched` makes of it. It is not
+            changed, and other threads may run it or record it at the same time.
         tokens: [S + T] token ids.
         prompt: S. The remaining T tokens are the continuation, which the model reads and does not write.
         spec: features, window and block.
         h2o: whether rows carry the ``h2o`` column.
 
     Returns:
-        layers x kv heads rows without ``doc``, ``split`` and ``source``. The model's own attention setting is
-        back in place, also after an error.
+        layers x kv heads rows without ``doc``, ``split`` and ``source``.
 
     Raises:
         FadeError: prompt too short, no continuation, or an attention that the trace cannot describe.
@@ -114,6 +128,8 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
         raise FadeError(
             f"document of {total} tokens leaves nothing after a prompt of {prompt}; use longer ones"
         )
+    if model.config._attn_implementation != NAME:
+        model = watched(model)
     slots = torch.arange(max(total, prompt + spec.horizon), device=tokens.device)
     rotary = rope.find_rotary(model)
 
@@ -122,7 +138,7 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
         return full[: prompt + spec.horizon] if full is not None else None
 
     recorder = AttentionRecorder(prompt, spec, table, h2o)
-    with torch.inference_mode(), _attention(model):
+    with torch.inference_mode():
         model.base_model(input_ids=tokens[None], use_cache=False, fade_recorder=recorder)
     if not recorder.rows:
         raise FadeError(
@@ -174,16 +190,6 @@ def _refuse_unknown(
             f"layer {layer} has keys of {query.shape[-1]} and values of {value.shape[-1]} channels (latent attention), "
             "which traces cannot describe; use another model"
         )
-
-
-@contextmanager
-def _attention(model: Any) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _log(share: Tensor) -> Tensor:

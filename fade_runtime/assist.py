@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from fade_runtime import hf
 from fade_runtime.text import find_tokenizer
 from predictor.errors import FadeError
 from predictor.provenance import tokenizer_hash
+from predictor.twin import dense_twin
 
 
 def fuse(score: Tensor, importance: Tensor, weight: float) -> Tensor:
@@ -121,8 +121,7 @@ def first_layers(model: Any, count: int) -> nn.Module:
         raise FadeError(f"{type(model).__name__} has no list of layers; give the assistant as a model")
     if not 1 <= count < len(layers):
         raise FadeError(f"assistant {count} is not a number of layers from 1 to {len(layers) - 1}")
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    small = copy.deepcopy(model, shared)
+    small = dense_twin(model)
     small.base_model.layers = small.base_model.layers[:count]
     config = hf.text_config(small)
     config.num_hidden_layers = count

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.measure import Measured, Method, Run, dense_twin, read_prompt, start
+from pipelines.measure import Measured, Method, Run, read_prompt, start
 from pipelines.tasks.task import Example, Output, Task
+from predictor.twin import dense_twin
 
 COMPRESS = ("prompt", "context")
 

@@ -72,7 +72,7 @@ def _decode_rows(lm: Any, context: int, steps: int) -> list[dict[str, Any]]:
     import torch
 
     from fade_runtime.hf import forward_kwargs
-    from pipelines.measure import dense_twin
+    from predictor.twin import dense_twin
 
     stock_model = dense_twin(lm)
     caches, twin = _filled(lm, context, context + steps + 1)

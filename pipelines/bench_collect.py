@@ -56,8 +56,10 @@ def _rows(lm: Any, context: int, future: int, repeats: int) -> list[dict[str, An
     """Read one document each way in turn; which comes first rotates."""
     import torch
 
+    from data.record import watched
     from predictor.features import FeatureSpec
 
+    seen = watched(lm)
     size = lm.config.get_text_config().vocab_size
     tokens = torch.randint(size, (context + future,), generator=torch.Generator().manual_seed(context))
     names = list(METHODS)
@@ -65,7 +67,8 @@ def _rows(lm: Any, context: int, future: int, repeats: int) -> list[dict[str, An
     for turn in range(repeats + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             started = time.perf_counter()
-            rows = _read(lm, tokens, context, METHODS[name], FeatureSpec(horizon=future))
+            which = lm if METHODS[name] is None else seen
+            rows = _read(which, tokens, context, METHODS[name], FeatureSpec(horizon=future))
             if turn:  # the first warms up
                 spent[name].append(1e3 * (time.perf_counter() - started))
             if rows is not None:

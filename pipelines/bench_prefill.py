@@ -89,7 +89,7 @@ def _rows(lm: Any, configs: dict[str, FadeConfig | None], context: int, repeats:
     """Read one prompt with each cache in turn; who comes first rotates."""
     import torch
 
-    from pipelines.measure import dense_twin
+    from predictor.twin import dense_twin
 
     tokens = torch.randint(
         lm.config.get_text_config().vocab_size, (1, context), generator=torch.Generator().manual_seed(context)

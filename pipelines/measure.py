@@ -21,6 +21,7 @@ from fade_runtime.telemetry import ListExporter, attach_telemetry
 from pipelines.oracle import Oracle, foresee, future_attention
 from pipelines.peers import Peer, blamed, resident_bytes
 from predictor.errors import FadeError
+from predictor.twin import dense_twin
 
 FULL = "full"
 
@@ -193,12 +194,6 @@ def _one_by_one(
         row.add(expected, logits)
         for _ in range(tail.shape[1]):
             on_step()
-
-
-def dense_twin(model: Any) -> Any:
-    """A second model on the same weights whose attention can be switched without the first one noticing."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 class _Fan(TieredLayer):

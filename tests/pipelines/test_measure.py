@@ -11,7 +11,8 @@ import torch
 from scipy.stats import entropy
 
 from fade_runtime import FadeConfig
-from pipelines.measure import FULL, Method, compare, dense_twin, kl_divergence
+from pipelines.measure import FULL, Method, compare, kl_divergence
+from predictor.twin import dense_twin
 
 CONTEXT, STEPS = 301, 33
 EVICTING = [

@@ -24,7 +24,7 @@ from fade_runtime.monitor import Look
 from fade_runtime.spill import Spill
 from fade_runtime.store import TokenStore
 from fade_runtime.tiers import Tier
-from pipelines.measure import dense_twin
+from predictor.twin import dense_twin
 
 TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=16, int4_budget=20, reassign_every=16)
 WATCHED: dict[str, Any] = dict(TIGHT, guard="rollback", spill="host", monitor_every=8)

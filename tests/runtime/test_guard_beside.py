@@ -22,7 +22,7 @@ from fade_runtime import (
     load_session,
 )
 from fade_runtime.hf import forward_kwargs
-from pipelines.measure import dense_twin
+from predictor.twin import dense_twin
 
 from .test_guard import CALMED, TIGHT, WATCHED, evicted, forward, prompt, quiet
 from .test_memory import reachable_bytes

@@ -17,7 +17,7 @@ from fade_runtime import FadeConfig, FadeError, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
 from fade_runtime.shadow import ShadowEvent, next_token_kl
 from fade_runtime.telemetry import ListExporter, attach_telemetry
-from pipelines.measure import dense_twin
+from predictor.twin import dense_twin
 from tests.families import FAMILIES, TIERED
 
 OPTIONS: dict[str, Any] = dict(
