@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from data.folder import Folder
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.files import sha256_file, write_aside
+from predictor.sealed import SEAL, sealed
 
 SCHEMA_VERSION = 1
 HIDDEN_VERSION = 2  # with keys and values
@@ -131,9 +133,9 @@ def _damaged(path: str | Path, why: str) -> FadeError:
 
 
 def write_manifest(folder: Folder | str | Path, manifest: Mapping[str, Any]) -> None:
-    """Write ``manifest.json``, aside first and then renamed."""
+    """Write ``manifest.json`` with its checksum, aside first and then renamed."""
     with Folder.of(folder).write(MANIFEST) as aside:
-        aside.write_text(json.dumps(manifest, indent=1) + "\n")
+        aside.write_text(sealed(manifest), encoding="utf-8")
 
 
 def read_manifest(folder: Folder | str | Path) -> dict[str, Any] | None:
@@ -141,15 +143,21 @@ def read_manifest(folder: Folder | str | Path) -> dict[str, Any] | None:
 
     Raises:
         FadeError: it is damaged, or of another schema version.
+
+    Warns:
+        UserWarning: it is of an earlier release and has no checksum.
     """
     folder = Folder.of(folder)
     if not folder.names(MANIFEST):
         return None
     try:
         with folder.fetch(MANIFEST) as path:
-            manifest = json.loads(path.read_text())
+            text = path.read_bytes().decode("utf-8")
+        manifest = json.loads(text)
         version = manifest["schema_version"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        if SEAL in manifest and sealed(manifest) != text:
+            raise ValueError("checksum")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FadeError(
             f"manifest {folder}/{MANIFEST} is damaged; delete the folder and run {AGAIN}"
         ) from error
@@ -157,6 +165,12 @@ def read_manifest(folder: Folder | str | Path) -> dict[str, Any] | None:
         raise FadeError(
             f"manifest {folder}/{MANIFEST} has schema version {version}, this release reads {SCHEMA_VERSION} and "
             f"{HIDDEN_VERSION}; collect the traces again into another folder"
+        )
+    if manifest.pop(SEAL, None) is None:
+        warnings.warn(
+            f"manifest {folder}/{MANIFEST} is of a release that wrote no checksum: a damaged number in it would not be "
+            "seen; to be sure, collect the traces again into another folder",
+            stacklevel=2,
         )
     return manifest
 

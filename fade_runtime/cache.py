@@ -272,6 +272,8 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
     policy = POLICIES[config.eviction_policy](config)
     if policy.predictor is not None:
         policy.predictor.check(model, strict=config.strict)
+        of_cache = [index for index, layer in enumerate(hf.stock_layers(hf.text_config(model))) if hf.can_tier(layer)]
+        policy.check(layers=max(of_cache, default=-1) + 1, kv_heads=hf.geometry(hf.text_config(model))[0])
     seen = _seen_text(model, config, policy)
     hf.attach(model)
     text, codebook = hf.text_config(model), _codebook(model, config)

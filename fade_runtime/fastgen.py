@@ -129,6 +129,10 @@ class FastGen(Policy):
         """As whatever ranks the tokens."""
         return self.ranking.start(prompt)
 
+    def check(self, layers: int, kv_heads: int) -> None:
+        """As whatever ranks the tokens."""
+        self.ranking.check(layers, kv_heads)
+
     def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
         """The learned ones, with a predictor."""
         return self.ranking.head_shares(layer, share)

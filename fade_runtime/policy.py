@@ -66,6 +66,16 @@ class Policy:
         """Weight [steps] of each new query's attention in the state, the newest last."""
         return None if self.decay is None else _weights(steps, self.decay, self.gain, device)
 
+    def check(self, layers: int, kv_heads: int) -> None:
+        """Refuse a model that it cannot serve.
+
+        Args:
+            layers: up to the last one that is tiered. kv_heads: of each of them.
+
+        Raises:
+            FadeError: what it has learned is for fewer layers, or other heads.
+        """
+
     def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
         """Share of the context that each kv head of a layer keeps when the mean is ``share``; None: all the same."""
         return None
@@ -137,6 +147,12 @@ class Learned(Ema):
         super().__init__(decay=1 - 1 / predictor.spec.horizon)
         self.predictor = predictor
         self.budgets = predictor.budgets if head_budgets else None
+
+    def check(self, layers: int, kv_heads: int) -> None:
+        """Refuse learned budgets that some layer or head lacks."""
+        if self.budgets is not None:
+            what = f"predictor {self.predictor.name}"
+            self.budgets.refuse_other_heads(what, kv_heads, least=layers, most=None)
 
     def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
         """From the bundle's table of losses, if it has one."""

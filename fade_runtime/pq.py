@@ -6,7 +6,6 @@ trained by `python -m pipelines.train_codebook` and stored as safetensors and JS
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,21 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from fade_runtime import hf
 from predictor.errors import FadeError
-from predictor.files import recover, sha256_file, write_aside
 from predictor.provenance import check_provenance, head_dim
+from predictor.sealed import Header, Sealed
 
-VERSION = 1
+VERSION = 2  # 1 had no checksum over codebook.json
 WEIGHTS, FACTS = "codebook.safetensors", "codebook.json"
 DISTANCE_BYTES = 16 << 20  # what encoding may take for distances at a time
 MAX_ITER = 25  # of k-means: more changes the error by less than 1 %
+MOST_LAYERS = 10_000  # of a language model
 REMEDY = "train one for this model with `python -m pipelines.train_codebook`"
+CODEBOOK = Sealed(
+    "codebook",
+    FACTS,
+    WEIGHTS,
+    version=VERSION,
+    oldest=1,
+    sealed_since=2,
+    remedy=f"fetch it again, or {REMEDY}",
+    absent=REMEDY,
+)
 
 
 @dataclass(frozen=True)
@@ -300,29 +308,19 @@ class CodebookSet:
         Raises:
             FadeError: something else is at ``path``.
         """
-        path = Path(path)
-        if path.is_file() or (path.is_dir() and any(path.iterdir()) and not (path / FACTS).is_file()):
-            raise FadeError(f"{path} is there already and is not a codebook; name another directory")
         stored = {
-            f"{index}.{part}": getattr(layer, part).centroids.cpu().contiguous()
+            f"{index}.{part}": getattr(layer, part).centroids
             for index, layer in enumerate(self.layers)
             if layer is not None
             for part in ("key", "value")
         }
-        with write_aside(path) as aside:
-            aside.mkdir()
-            save_file(stored, aside / WEIGHTS)
-            (aside / WEIGHTS).chmod(0o644)  # safetensors writes for the owner only
-            facts = {
-                "version": VERSION,
-                "layers": len(self.layers),
-                "shapes": {name: list(tensor.shape) for name, tensor in stored.items()},
-                "provenance": dict(self.provenance),
-                "facts": dict(self.facts),
-                "weights_sha256": sha256_file(aside / WEIGHTS),
-            }
-            (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        return path
+        facts = {
+            "layers": len(self.layers),
+            "shapes": {name: list(tensor.shape) for name, tensor in stored.items()},
+            "provenance": dict(self.provenance),
+            "facts": dict(self.facts),
+        }
+        return CODEBOOK.write(Path(path), facts, stored)
 
 
 def load_codebook(path: str | Path) -> CodebookSet:
@@ -331,47 +329,31 @@ def load_codebook(path: str | Path) -> CodebookSet:
     Raises:
         FadeError: not there, damaged, or written by a newer release.
     """
-    path = Path(path)
-    if not path.exists():
-        recover(path)
-    if not (path / FACTS).is_file():
-        raise FadeError(
-            f"there is no codebook at {path}; train one with `python -m pipelines.train_codebook`"
-        )
+    path, name = Path(path), str(path)
+    stored = CODEBOOK.read_facts(path, name)
     try:
-        stored = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        version = stored["version"]
-        if isinstance(version, int) and version > VERSION:
-            raise FadeError(
-                f"codebook {path} has format {version}, this release reads up to {VERSION}; upgrade fade-predictor"
-            )
-        if version != VERSION:
-            raise _damaged(path, f"{FACTS} names no known format")
-        if sha256_file(path / WEIGHTS) != stored["weights_sha256"]:
-            raise _damaged(path, f"{WEIGHTS} does not match its checksum")
-        tensors = {name: tensor.clone() for name, tensor in load_file(path / WEIGHTS).items()}
-        if {name: list(tensor.shape) for name, tensor in tensors.items()} != stored["shapes"]:
-            raise _damaged(path, f"{WEIGHTS} does not hold the shapes that {FACTS} names")
-        layers = [_layer(tensors, index) for index in range(stored["layers"])]
-        if not all(tensor.ndim == 3 and bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise _damaged(path, f"{WEIGHTS} does not hold finite centroids")
-        return CodebookSet(layers, dict(stored["provenance"]), dict(stored["facts"]), str(path))
-    except FadeError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, f"{WEIGHTS} cannot be read") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{FACTS} is not what was written") from error
+        layers, provenance, facts = range(stored["layers"]), dict(stored["provenance"]), dict(stored["facts"])
+        shapes = {each: tuple(shape) for each, shape in stored["shapes"].items()}
+        if not 0 < len(layers) <= MOST_LAYERS:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CODEBOOK.damaged(name, f"{FACTS} is not what was written") from error
+
+    def check(found: Header) -> None:
+        in_pairs = {f"{index}.{part}" for index in layers if f"{index}.key" in shapes for part in ("key", "value")}
+        if {each: shape for each, (_, shape) in found.items()} != shapes or set(shapes) != in_pairs:
+            raise CODEBOOK.damaged(name, f"{WEIGHTS} does not hold the shapes that {FACTS} names")
+
+    tensors = CODEBOOK.read_tensors(path, name, stored, check)
+    if not all(tensor.ndim == 3 and bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise CODEBOOK.damaged(name, f"{WEIGHTS} does not hold finite centroids")
+    return CodebookSet([_layer(tensors, index) for index in layers], provenance, facts, name)
 
 
 def _layer(tensors: dict[str, Tensor], index: int) -> LayerCodebook | None:
     if f"{index}.key" not in tensors:
         return None
     return LayerCodebook(PQCodebook(tensors[f"{index}.key"]), PQCodebook(tensors[f"{index}.value"]))
-
-
-def _damaged(path: Path, why: str) -> FadeError:
-    return FadeError(f"codebook {path} is damaged: {why}; fetch it again, or {REMEDY}")
 
 
 def _other_dim(what: str, made: int, here: int) -> str:

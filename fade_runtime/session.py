@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fade_runtime import hf
@@ -27,12 +25,23 @@ from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
 from fade_runtime.state import layer_facts, restored_layer
 from predictor.errors import FadeError
-from predictor.files import recover, sha256_file, write_aside
 from predictor.provenance import check_provenance, model_provenance
+from predictor.sealed import Sealed
 
 VERSION = 3  # 2 had key scales in 16 bits; 1 read low codes as levels that end at both ends of their range
 TENSORS, FACTS = "session.safetensors", "session.json"
 NAMED = ("tokenizer", "assistant", "spill_dir")  # options that are stored by where they were loaded from
+SESSION = Sealed(
+    "session",
+    FACTS,
+    TENSORS,
+    version=VERSION,
+    oldest=VERSION,
+    sealed_since=1,
+    remedy="write it again",
+    absent="write one with save_session, or check the path",
+    digest="tensors_sha256",
+)
 IDS = "text.ids"  # of the tokens, where the cache reads the text
 FREE = (
     "strict", "phase", "spill_dir", "spill_limit", "monitor_every", "kl_target", "kl_alarm",
@@ -59,18 +68,13 @@ def save_session(cache: TieredCache, path: str | Path) -> Path:
         64
     """
     path = Path(path)
-    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not (path / FACTS).is_file()):
-        raise FadeError(f"{path} is there already and is not a session; name another directory")
+    SESSION.refuse_other(path)
     state = cache_state_dict(cache)
     facts = state.pop("facts")
     order = {name: _order(tensor) for name, tensor in state.items() if not tensor.is_contiguous()}
+    dense = {name: t.permute(order[name]) if name in order else t for name, t in state.items()}
     try:
-        with write_aside(path) as aside:
-            aside.mkdir()
-            dense = {name: t.permute(order[name]) if name in order else t for name, t in state.items()}
-            save_file({name: tensor.contiguous() for name, tensor in dense.items()}, aside / TENSORS)
-            facts |= {"order": order, "tensors_sha256": sha256_file(aside / TENSORS)}
-            (aside / FACTS).write_text(_sealed(facts), encoding="utf-8")
+        SESSION.write(path, facts | {"order": order}, dense, shared=False)
     except OSError as error:
         raise FadeError(f"session {path} cannot be written ({error.strerror}); name another path") from error
     return path
@@ -257,41 +261,13 @@ def _dtype(model: nn.Module) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """The state in a session's files, verified."""
-    if not path.exists():
-        recover(path)
-    if not (path / FACTS).is_file():
-        raise FadeError(f"there is no session at {path}; write one with save_session, or check the path")
-    what = f"session {path}"
-    try:
-        text = (path / FACTS).read_bytes().decode("utf-8")
-        facts = json.loads(text)
-        version = facts.get("version") if isinstance(facts, dict) else None
-        if isinstance(version, int) and version != VERSION:
-            raise FadeError(
-                f"{what} has format {version}, this release reads {VERSION}; load it with the release that saved it"
-            )
-        if not isinstance(version, int) or _sealed(facts) != text:
-            raise _damaged(what, f"{FACTS} does not match its checksum")
-        if sha256_file(path / TENSORS) != facts["tensors_sha256"]:
-            raise _damaged(what, f"{TENSORS} does not match its checksum")
-        tensors = load_file(path / TENSORS)
-    except FadeError:
-        raise
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _damaged(what, f"its files cannot be read ({error})") from error
-    order = facts["order"]
+    facts = SESSION.read_facts(path, str(path))
+    tensors, order = SESSION.read_tensors(path, str(path), facts), facts["order"]
     stored = {
         n: t.permute(torch.tensor(order[n]).argsort().tolist()) if n in order else t
         for n, t in tensors.items()
     }
     return {"facts": facts, **stored}
-
-
-def _sealed(facts: Mapping[str, Any]) -> str:
-    """The text of ``session.json``: the facts and their checksum."""
-    plain = {name: value for name, value in facts.items() if name != "sha256"}
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**plain, "sha256": digest}, indent=1) + "\n"
 
 
 def _order(tensor: Tensor) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from fade_runtime import FadeConfig
 from pipelines.cli import run
 from pipelines.measure import FULL, Measured, Method, compare
-from predictor.bundle import Predictor, load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle
 from predictor.certificate import SHARE, Rung, upper_bound
 from predictor.errors import FadeError
 
@@ -308,16 +307,7 @@ def certify_bundle(
     predictor = load_bundle(bundle)
     trained_on = [each.rpartition(" ")[0] for each in str(predictor.manifest.get("sources", "")).split(", ")]
     measured = HeldOutTexts(model, held_out, documents, context, steps).ladder(predictor, trained_on)
-    save_bundle(
-        Path(bundle),
-        predictor.net,
-        spec=predictor.spec,
-        provenance=predictor.provenance,
-        metrics=predictor.metrics,
-        manifest=predictor.manifest,
-        budgets=predictor.budgets,
-        certificate={**(predictor.certificate or {}), "ladder": measured},
-    )
+    predictor.save(bundle, certificate={**(predictor.certificate or {}), "ladder": measured})
     print(f"{'budget':>8} {'compression':>12} {'KL, mean':>9} {'worst':>8} {f'{share:g} of texts':>14}")
     for rung in (Rung(**each) for each in measured["rungs"]):
         bound = upper_bound(rung.kl, share, confidence)

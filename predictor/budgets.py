@@ -119,10 +119,32 @@ class HeadBudgets:
             lost, shares = torch.tensor(stored["lost"], dtype=torch.float32), tuple(map(float, stored["shares"]))
         except (KeyError, TypeError, ValueError) as error:
             raise FadeError("the table of head budgets is damaged; make the bundle again") from error
-        ascending = all(a < b for a, b in pairwise(shares))
-        if lost.ndim != 3 or lost.shape[2] != len(shares) or not ascending or not bool(lost.isfinite().all()):
+        ascending = len(shares) > 1 and all(a < b for a, b in pairwise(shares)) and (shares[0], shares[-1]) == (0, 1)
+        whole = lost.ndim == 3 and lost.shape[2] == len(shares) and ascending
+        if not whole or not bool(((lost >= 0) & lost.isfinite()).all()):
             raise FadeError("the table of head budgets is damaged; make the bundle again")
         return cls(lost, shares)
+
+    def refuse_other_heads(self, what: str, kv_heads: int | None, least: int, most: int | None) -> None:
+        """Refuse a table that is not for a model's heads.
+
+        Args:
+            what: names the table's owner in the message.
+            kv_heads: of the layers that are cached; None where that is not known.
+            least, most: layers that it must have, and may have.
+
+        Raises:
+            FadeError: fewer or more layers, or other heads.
+
+        Example:
+            >>> HeadBudgets(torch.zeros(2, 3, 2), shares=(0.0, 1.0)).refuse_other_heads("bundle x", 3, least=1, most=2)
+        """
+        layers, heads, _ = self.lost.shape
+        if layers < least or (most is not None and layers > most) or kv_heads not in (None, heads):
+            raise FadeError(
+                f"{what} has head budgets for {layers} layers of {heads} kv heads, its model has {most or least} of "
+                f"{kv_heads}; make it again (pipelines.register), or set head_budgets to False"
+            )
 
     def __hash__(self) -> int:
         """By identity: the table never changes."""

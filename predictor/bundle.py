@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from predictor import scores
 from predictor.budgets import HeadBudgets
 from predictor.card import model_card
+from predictor.certificate import refuse_damaged
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
-from predictor.files import recover, sha256_file, write_aside
-from predictor.nets import LOG_EMA, ScoreNet, build_net
+from predictor.nets import LOG_EMA, ScoreNet, build_net, tensors_of
 from predictor.provenance import check_provenance
+from predictor.scorenet import LATER
+from predictor.sealed import Header, Sealed
 
-VERSION = 1
+VERSION = 2  # 1 had no checksum over bundle.json
 WEIGHTS, FACTS, CARD = "model.safetensors", "bundle.json", "README.md"
-FIELDS = ("version", "kind", "config", "spec", "provenance", "metrics", "manifest", "weights_sha256")
+FIELDS = {"kind": str, "config": dict, "spec": dict, "provenance": dict, "metrics": dict, "manifest": dict}
+BUNDLE = Sealed(
+    "bundle",
+    FACTS,
+    WEIGHTS,
+    version=VERSION,
+    oldest=1,
+    sealed_since=2,
+    remedy="fetch or make it again (pipelines.register)",
+    absent="make one with pipelines.register, or check the path",
+)
 
 
 class Predictor(nn.Module):
@@ -86,6 +95,24 @@ class Predictor(nn.Module):
                 raise
             warnings.warn(f"{error} (allowed by strict=False)", stacklevel=2)
 
+    def save(self, path: str | Path, certificate: Mapping[str, Any] | None = None) -> Path:
+        """Write it as a bundle, whole or not at all.
+
+        Args:
+            path: the directory to make; a bundle that is there is replaced.
+            certificate: in place of the one that it has.
+        """
+        return save_bundle(
+            path,
+            self.net,
+            spec=self.spec,
+            provenance=self.provenance,
+            metrics=self.metrics,
+            manifest=self.manifest,
+            budgets=self.budgets,
+            certificate=self.certificate if certificate is None else certificate,
+        )
+
 
 def save_bundle(
     path: str | Path,
@@ -113,29 +140,19 @@ def save_bundle(
     Returns:
         The path.
     """
-    path = Path(path)
-    if path.is_file() or (path.is_dir() and any(path.iterdir()) and not (path / FACTS).is_file()):
-        raise FadeError(f"{path} is there already and is not a bundle; name another directory")
-    with write_aside(path) as aside:
-        aside.mkdir()
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
-        save_file(weights, aside / WEIGHTS)
-        (aside / WEIGHTS).chmod(0o644)  # safetensors writes for the owner only; a bundle is to be shared
-        facts = {
-            "version": VERSION,
-            "kind": net.kind,
-            "config": net.config(),
-            "spec": spec.to_dict(),
-            "provenance": dict(provenance),
-            "metrics": dict(metrics),
-            "manifest": dict(manifest),
-            "budgets": None if budgets is None else budgets.to_dict(),
-            "certificate": None if certificate is None else dict(certificate),
-            "weights_sha256": sha256_file(aside / WEIGHTS),
-        }
-        (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        (aside / CARD).write_text(model_card(facts, sum(p.numel() for p in net.parameters())), encoding="utf-8")
-    return path
+    facts = {
+        "version": VERSION,
+        "kind": net.kind,
+        "config": net.config(),
+        "spec": spec.to_dict(),
+        "provenance": dict(provenance),
+        "metrics": dict(metrics),
+        "manifest": dict(manifest),
+        "budgets": None if budgets is None else budgets.to_dict(),
+        "certificate": None if certificate is None else dict(certificate),
+    }
+    card = model_card(facts, sum(p.numel() for p in net.parameters()))
+    return BUNDLE.write(Path(path), facts, net.state_dict(), {CARD: card})
 
 
 def load_bundle(path: str | Path, name: str | None = None) -> Predictor:
@@ -153,50 +170,34 @@ def load_bundle(path: str | Path, name: str | None = None) -> Predictor:
     """
     path = Path(path)
     name = name or str(path)
-    facts = _read_facts(path, name)
-    try:
-        digest = sha256_file(path / WEIGHTS)
-    except OSError as error:
-        raise _damaged(name, f"{WEIGHTS} cannot be read") from error
-    if digest != facts["weights_sha256"]:
-        raise _damaged(name, f"{WEIGHTS} does not match its checksum")
-    net = build_net(facts["kind"], facts["config"])
-    try:
-        net.load_state_dict({key: tensor.clone() for key, tensor in load_file(path / WEIGHTS).items()})
-    except (SafetensorError, RuntimeError) as error:
-        raise _damaged(name, f"{WEIGHTS} does not fit a {facts['kind']} of {facts['config']}") from error
-    if not all(tensor.isfinite().all() for tensor in net.state_dict().values()):
-        raise _damaged(name, "its weights are not all finite numbers")
+    facts = BUNDLE.read_facts(path, name)
+    for field, kind in FIELDS.items():
+        if not isinstance(facts.get(field), kind):
+            raise BUNDLE.damaged(name, f"{FACTS} lacks {field!r}, a {kind.__name__}")
+    provenance, certificate = facts["provenance"], facts.get("certificate")
+    net = _read_net(path, name, facts)
     spec = FeatureSpec.from_dict(facts["spec"])
     net.check_spec(spec)
     budgets = HeadBudgets.from_dict(facts["budgets"]) if facts.get("budgets") else None
-    provenance, metrics, manifest = (facts[key] for key in ("provenance", "metrics", "manifest"))
-    predictor = Predictor(net, spec, provenance, metrics, manifest, name, budgets, facts.get("certificate"))
+    if budgets is not None:
+        heads, layers = provenance.get("kv_heads"), provenance.get("layers")
+        budgets.refuse_other_heads(f"bundle {name}", heads, least=1, most=layers)
+    refuse_damaged(certificate, f"bundle {name}")
+    predictor = Predictor(net, spec, provenance, facts["metrics"], facts["manifest"], name, budgets, certificate)
     return predictor.eval().requires_grad_(False)
 
 
-def _read_facts(path: Path, name: str) -> dict[str, Any]:
-    if not path.exists():
-        recover(path)
-    if not path.is_dir():
-        raise FadeError(f"there is no bundle at {name}; make one with pipelines.register, or check the path")
-    try:
-        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FadeError(f"{name} is not a bundle: it has no {FACTS}; see pipelines.register") from error
-    except ValueError as error:
-        raise _damaged(name, f"{FACTS} is not JSON") from error
-    version = facts.get("version") if isinstance(facts, dict) else None
-    if isinstance(version, int) and version > VERSION:
-        raise FadeError(
-            f"bundle {name} has format {version}, this release reads up to {VERSION}; upgrade fade-predictor"
-        )
-    if version != VERSION:
-        raise _damaged(name, f"{FACTS} names no known format")
-    if missing := [field for field in FIELDS if field not in facts]:
-        raise _damaged(name, f"{FACTS} lacks {missing[0]!r}")
-    return facts
+def _read_net(path: Path, name: str, facts: Mapping[str, Any]) -> ScoreNet:
+    """The network, with its weights; both are compared before anything is allocated."""
+    expected = tensors_of(facts["kind"], facts["config"])
 
+    def check(found: Header) -> None:
+        if found != {key: of for key, of in expected.items() if key in found or key not in LATER}:
+            raise BUNDLE.damaged(name, f"{WEIGHTS} does not fit a {facts['kind']} of {facts['config']}")
 
-def _damaged(name: str, why: str) -> FadeError:
-    return FadeError(f"bundle {name} is damaged: {why}; fetch or make it again (pipelines.register)")
+    tensors = BUNDLE.read_tensors(path, name, facts, check)
+    net = build_net(facts["kind"], facts["config"])
+    net.load_state_dict(tensors)
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise BUNDLE.damaged(name, "its weights are not all finite numbers")
+    return net

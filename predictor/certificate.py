@@ -124,8 +124,30 @@ def ladder(certificate: Mapping[str, Any] | None, name: str = "predictor") -> li
             Rung(each["int4_budget"], float(each["compression"]), tuple(map(float, each["kl"])))
             for each in stored["rungs"]
         ]
+        whole = bool(rungs) and len({len(rung.kl) for rung in rungs}) == 1 and all(map(_possible, rungs))
     except (KeyError, TypeError, ValueError) as error:
-        raise FadeError(f"the certificate of {name} is damaged; make it again (pipelines.certify)") from error
-    if not rungs or len({len(rung.kl) for rung in rungs}) > 1 or not all(map(math.isfinite, rungs[0].kl)):
-        raise FadeError(f"the certificate of {name} is damaged; make it again (pipelines.certify)")
+        raise _damaged(name) from error
+    if not whole:
+        raise _damaged(name)
     return sorted(rungs, key=lambda rung: -2.0 if rung.int4_budget is None else -rung.int4_budget)
+
+
+def refuse_damaged(certificate: Any, name: str) -> None:
+    """Refuse a certificate whose numbers cannot be; one without a ladder promises nothing, and None is none.
+
+    Raises:
+        FadeError: names the bundle.
+    """
+    if certificate is not None and not isinstance(certificate, Mapping):
+        raise _damaged(name)
+    if certificate and certificate.get("ladder"):
+        ladder(certificate, name)
+
+
+def _possible(rung: Rung) -> bool:
+    budget = rung.int4_budget is None or 0 < rung.int4_budget <= 1
+    return budget and rung.compression > 0 and bool(rung.kl) and all(map(math.isfinite, rung.kl))
+
+
+def _damaged(name: str) -> FadeError:
+    return FadeError(f"the certificate of {name} is damaged; make it again (pipelines.certify)")

@@ -19,6 +19,7 @@ from predictor import rope, scores
 from predictor.errors import FadeError
 
 FEATURES = ("log_ema", "log_ea", "log_mean", "log_max", "log_last", "log_snap", "key_norm", "value_norm", "age")
+LONGEST = 1 << 20  # steps, tokens of a block
 FLOOR = 1e-9  # smallest share of attention that a logarithm tells apart
 LAST = 8  # rows in the "log_last" feature
 EA_SINKS = 4  # queries of the attention sinks are left out of the moments: their norm is not typical
@@ -45,6 +46,19 @@ class FeatureSpec:
     names: tuple[str, ...] = FEATURES
     version: int = 1
     hidden: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no featuriser computes.
+
+        Raises:
+            FadeError: names the setting.
+        """
+        for name in ("window", "block", "horizon"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= LONGEST:
+                raise FadeError(f"feature spec has {name} {value!r}; use a whole number from 1 to {LONGEST:,}")
+        if not isinstance(self.ema_decay, int | float) or not 0 <= self.ema_decay < 1:
+            raise FadeError(f"feature spec has ema_decay {self.ema_decay!r}; use a share in [0, 1)")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dictionary; ``hidden`` is named only when true, so that older releases read the rest."""

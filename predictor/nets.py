@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from predictor import scores
 from predictor.errors import FadeError
 from predictor.features import FEATURES, Hidden, PrefillFeatures
-from predictor.scorenet import LEAST, LOG_EA, LOG_EMA, ScoreNet
+from predictor.scorenet import LEAST, LOG_EA, LOG_EMA, MOST_PARAMETERS, ScoreNet, check_size
+from predictor.sealed import Header
 from predictor.temporal import BlockCNN, EmaBank, PublishedCNN
+
+DEEPEST = 64  # hidden layers of a perceptron
 
 
 class TokenMLP(ScoreNet):
@@ -175,7 +178,13 @@ class HiddenMLP(TokenMLP):
 
 
 def perceptron(inputs: int, hidden: int, depth: int) -> tuple[nn.Sequential, int]:
-    """Hidden layers with their activations, and the width of what they give."""
+    """Hidden layers with their activations, and the width of what they give.
+
+    Raises:
+        FadeError: no width, or deeper than a predictor may be.
+    """
+    if hidden < 1 or not 0 <= depth <= DEEPEST:
+        raise FadeError(f"hidden {hidden}, depth {depth}: use a width of at least 1 and a depth of 0 to {DEEPEST}")
     layers: list[nn.Module] = []
     for width, after in pairwise([inputs] + [hidden] * depth):
         layers += [nn.Linear(width, after), nn.SiLU()]
@@ -207,7 +216,31 @@ def build_net(kind: str, config: dict[str, Any]) -> ScoreNet:
     """
     if kind not in NETS:
         raise FadeError(f"unknown network kind {kind!r}; this release has {', '.join(sorted(NETS))}")
+    for name, value in config.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int | float) and not 0 <= number <= MOST_PARAMETERS:
+                raise FadeError(
+                    f"network kind {kind!r} does not take {name}={number}; use a number up to {MOST_PARAMETERS:,}"
+                )
     try:
         return NETS[kind](**config)
-    except TypeError as error:
+    except FadeError:
+        raise
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise FadeError(f"network kind {kind!r} does not take {config}: {error}") from error
+
+
+def tensors_of(kind: str, config: dict[str, Any]) -> Header:
+    """Dtypes and shapes of the tensors that a network would have, by name; none is allocated.
+
+    Raises:
+        FadeError: as :func:`build_net`, or more parameters than a predictor may have.
+
+    Example:
+        >>> tensors_of("mlp", {"n_features": 9, "hidden": 8, "depth": 1})["head.weight"]
+        ('F32', (1, 8))
+    """
+    with torch.device("meta"):
+        net = build_net(kind, config)
+    check_size(net)
+    return {name: ("F32", tuple(tensor.shape)) for name, tensor in net.state_dict().items()}

@@ -19,6 +19,7 @@ from predictor.features import FEATURES, FeatureSpec, PrefillFeatures, block_siz
 
 LEAST = 1e-3  # spread of a feature that counts as none
 MOST_PARAMETERS = 1_000_000  # of a predictor: scoring must stay far below the cost of a decode step
+LATER = ("temperature",)  # tensors that the weights of older releases may lack
 LOG_EMA, LOG_EA = FEATURES.index("log_ema"), FEATURES.index("log_ea")
 
 
@@ -108,7 +109,8 @@ class BlockNet(ScoreNet):
         self.register_buffer("temperature", torch.tensor(1.1))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        state_dict.setdefault(f"{prefix}temperature", self.temperature)  # weights from before there was one
+        for name in LATER:
+            state_dict.setdefault(f"{prefix}{name}", getattr(self, name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @abstractmethod

@@ -16,7 +16,7 @@ from data.checks import MARK
 from data.collect import collect
 from data.datamodule import TraceDataModule
 from data.plan import CollectSettings
-from data.trace import Traces, read_shard, write_shard
+from data.trace import Traces, read_manifest, read_shard, write_manifest, write_shard
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 
@@ -31,10 +31,10 @@ def copy(collected: Path, tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_manifest(folder)
+    assert manifest is not None
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
 
 
 def test_shards_of_two_models_are_not_mixed(

@@ -18,7 +18,7 @@ import yaml
 
 from data.collect import TraceCollector, collect
 from data.plan import CollectSettings
-from data.trace import Row, Traces
+from data.trace import Row, Traces, write_manifest
 from pipelines import cli
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
@@ -154,7 +154,7 @@ def test_other_settings_text_or_weights_are_refused_by_name(
     out = Path(shutil.copytree(collected, tmp_path / "traces"))
     manifest = json.loads((out / "manifest.json").read_text())
     manifest["corpus"]["sha256"] = "0" * 64
-    (out / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(out, manifest)
     with pytest.raises(FadeError, match="other text: sha256 was 000"):
         collect(small(out))
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.trace import ARRAYS, HIDDEN, Row, Traces, read_shard, write_shard
+from data.trace import ARRAYS, HIDDEN, Row, Traces, read_manifest, read_shard, write_shard
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
+from predictor.sealed import sealed
 
 
 def random_rows(count: int, slots: int, steps: int, spec: FeatureSpec, seed: int) -> list[Row]:
@@ -87,7 +90,7 @@ def copy(collected: Path, tmp_path: Path) -> Path:
 
 def edit(folder: Path, **changes: object) -> None:
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(sealed(json.loads(path.read_text()) | changes))
 
 
 def test_a_shard_that_reads_well_but_is_another_is_found(copy: Path) -> None:
@@ -116,6 +119,30 @@ def test_missing_unfinished_damaged_and_foreign_collections_are_refused(copy: Pa
     (copy / "manifest.json").write_text('{"schema_')
     with pytest.raises(FadeError, match=r"manifest .* is damaged"):
         Traces(copy)
+
+
+def test_no_bit_of_a_manifest_changes_unseen(copy: Path) -> None:
+    """A flip is refused; one in the name of the checksum makes it a manifest of an earlier release, which is said."""
+    path, drawn = copy / "manifest.json", random.Random(0)
+    whole = path.read_bytes()
+    for _ in range(200):
+        content = bytearray(whole)
+        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(content)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                Traces(copy)
+            except FadeError:
+                continue
+        assert "no checksum" in str(told[0].message)
+
+
+def test_a_manifest_without_a_checksum_is_read_with_a_warning(copy: Path) -> None:
+    manifest = read_manifest(copy)
+    (copy / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    with pytest.warns(UserWarning, match="of a release that wrote no checksum"):
+        assert Traces(copy).manifest == manifest
 
 
 def test_a_missing_shard_is_named(copy: Path) -> None:

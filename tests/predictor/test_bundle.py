@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from predictor.bundle import FACTS, WEIGHTS, load_bundle, save_bundle
+from predictor.bundle import CARD, FACTS, WEIGHTS, load_bundle, save_bundle
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.files import sha256_file
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
+from predictor.registry import SHIPPED
 from predictor.scoreboard import token_scores
+from predictor.sealed import sealed
 
 
 def write(path, net=None, provenance=None, spec=None):
@@ -109,18 +117,27 @@ def test_one_flipped_bit_of_the_weights_is_refused(copy, whole, data):
 
 
 def edit(copy, **changes):
+    """Other facts, under a checksum that fits them."""
     facts = json.loads((copy / FACTS).read_text())
-    (copy / FACTS).write_text(json.dumps({**facts, **changes}))
+    (copy / FACTS).write_text(sealed({**facts, **changes}))
+
+
+def as_written_before(path, **changes):
+    """A bundle of format 1, which had no checksum over its facts."""
+    facts = {**json.loads((path / FACTS).read_text()), "version": 1, **changes}
+    del facts["sha256"]
+    (path / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    return path
 
 
 def test_bad_bundles_say_what_is_wrong(copy):
-    edit(copy, version=2)
-    with pytest.raises(FadeError, match="format 2.*upgrade"):
+    edit(copy, version=3)
+    with pytest.raises(FadeError, match="format 3.*upgrade"):
         load_bundle(copy)
-    edit(copy, version=1, config={"hidden": 7, "depth": 1})
+    edit(copy, version=2, config={"hidden": 7, "depth": 1})
     with pytest.raises(FadeError, match="does not fit"):
         load_bundle(copy)
-    edit(copy, version=1, config={"hidden": "wide"})
+    edit(copy, config={"hidden": "wide"})
     with pytest.raises(FadeError, match="does not take"):
         load_bundle(copy)
     edit(copy, kind="gnn")
@@ -202,3 +219,132 @@ def test_a_bundle_can_be_read_by_others(whole):
     modes = {path.name: path.stat().st_mode & 0o044 for path in whole.iterdir()}
     assert modes[WEIGHTS] == 0o044
     assert set(modes) == {WEIGHTS, FACTS, "README.md"}
+
+
+def _reading_takes(path):
+    """Peak of the memory that reading takes, in bytes beyond what was there, and seconds, in a process of its own."""
+    code = """if True:
+        import resource, sys, time, warnings
+        from predictor.bundle import load_bundle
+        from predictor.errors import FadeError
+        warnings.simplefilter("ignore")
+        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        try:
+            load_bundle(sys.argv[1])
+        except FadeError as error:
+            print(error, file=sys.stderr)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, time.perf_counter() - began)
+    """
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    return *map(float, done.stdout.split()), done.stderr
+
+
+@pytest.mark.parametrize("forge", [edit, as_written_before], ids=["sealed", "of before"])
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"n_features": 9, "hidden": 40000, "depth": 2}, "a predictor at most 1,000,000"),
+        ({"n_features": 9, "hidden": 10**30, "depth": 2}, "use a number up to 1,000,000"),
+        ({"n_features": 9, "hidden": 8, "depth": 10**6}, "a depth of 0 to 64"),
+        ({"n_features": 9, "hidden": -8, "depth": 1}, "use a number up to"),
+        ({"n_features": 9, "hidden": 7, "depth": 1}, "does not fit a mlp"),
+        ({"n_features": 9, "hidden": 6, "depth": 2}, "does not fit a mlp"),
+        ({"n_features": 9, "hidden": 6.5, "depth": 1}, "does not take"),
+        ({"n_features": 9, "hidden": None, "depth": 1}, "does not take"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:bundle .* has format 1")
+def test_a_config_is_compared_with_the_weights_first(copy, forge, config, told):
+    forge(copy, config=config)
+    with pytest.raises(FadeError, match=told):
+        load_bundle(copy)
+
+
+def test_a_config_that_asks_for_gigabytes_costs_none(copy):
+    as_written_before(copy, config={"n_features": 9, "hidden": 40000, "depth": 2})
+    memory, seconds, told = _reading_takes(copy)
+    assert "a predictor at most" in told
+    assert memory < 64e6  # 6.4 GB of weights were asked for; reading a file or two and torch's first tensors take less
+    assert seconds < 20  # it took minutes; this is milliseconds, on any machine
+
+
+@pytest.mark.filterwarnings("ignore:bundle .* has format 1")
+@pytest.mark.parametrize("forge", [edit, as_written_before], ids=["sealed", "of before"])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kind": ["mlp"]}, "lacks 'kind', a str"),
+        ({"config": [9]}, "lacks 'config', a dict"),
+        ({"provenance": None}, "lacks 'provenance', a dict"),
+        ({"metrics": 1}, "lacks 'metrics', a dict"),
+        ({"spec": {**FeatureSpec(window=8).to_dict(), "window": 10**12}}, "window 1000000000000; use a whole"),
+        ({"spec": {**FeatureSpec(window=8).to_dict(), "ema_decay": 9.5}}, "ema_decay 9.5; use a share"),
+        ({"spec": {**FeatureSpec(window=8).to_dict(), "horizon": 0}}, "horizon 0; use a whole"),
+        ({"budgets": {"lost": [[[1, 0]]], "shares": [0, 1]}}, "for 1 layers of 1 kv heads, its model has 2 of 3"),
+        ({"budgets": {"lost": [[[1, 0]] * 3] * 3, "shares": [0, 1]}}, "for 3 layers of 3 kv heads, its"),
+        ({"budgets": {"lost": [[[1, -1]] * 3] * 2, "shares": [0, 1]}}, "table of head budgets is damaged"),
+        ({"budgets": {"lost": [[[1, 0]] * 3] * 2, "shares": [0, 0.9]}}, "table of head budgets is damaged"),
+        ({"certificate": {"ladder": {"rungs": [{"int4_budget": 7, "compression": 3, "kl": [1]}]}}}, "certificate of"),
+        ({"certificate": [1]}, "certificate of"),
+    ],
+)
+def test_facts_that_cannot_be_are_named(tmp_path, forge, changes, told):
+    path = write(tmp_path / "b", provenance={"model_type": "llama", "layers": 2, "kv_heads": 3})
+    forge(path, **changes)
+    with pytest.raises(FadeError, match=told) as error:
+        load_bundle(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, FACTS])
+def test_no_bit_of_a_bundle_changes_unseen(copy, whole, name):
+    content, drawn = (whole / name).read_bytes(), random.Random(0)
+    for _ in range(200):
+        flipped = bytearray(content)
+        flipped[drawn.randrange(len(flipped))] ^= 1 << drawn.randrange(8)
+        (copy / name).write_bytes(flipped)
+        with pytest.raises(FadeError, match="is damaged|has format"):
+            load_bundle(copy)
+
+
+def test_no_digit_of_the_shipped_bundle_changes_unseen(tmp_path):
+    copy = Path(shutil.copytree(SHIPPED / "smollm2-135m-instruct", tmp_path / "shipped"))
+    text, drawn = (copy / FACTS).read_text(), random.Random(0)
+    digits = [place for place, char in enumerate(text) if char.isdigit()]
+    for place in drawn.sample(digits, 50):
+        other = drawn.choice([digit for digit in "0123456789" if digit != text[place]])
+        (copy / FACTS).write_text(text[:place] + other + text[place + 1 :])
+        with pytest.raises(FadeError, match="is damaged|has format"):
+            load_bundle(copy)
+
+
+def test_a_bundle_of_format_1_is_read_with_a_warning_and_saved_in_format_2(whole, copy, tmp_path):
+    as_written_before(copy)
+    with pytest.warns(UserWarning, match="has format 1, without a checksum over bundle.json") as told:
+        old = load_bundle(copy)
+    assert len(told) == 1
+    new = old.save(tmp_path / "new")
+    for name in (WEIGHTS, FACTS, CARD):
+        assert (new / name).read_bytes() == (whole / name).read_bytes(), name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_bundle(new)
+
+
+def test_a_checksum_cannot_be_dropped_by_naming_format_1(copy):
+    facts = json.loads((copy / FACTS).read_text())
+    (copy / FACTS).write_text(json.dumps({**facts, "version": 1}, indent=1) + "\n")
+    with pytest.raises(FadeError, match="does not match its checksum"):
+        load_bundle(copy)
+
+
+def test_weights_from_before_block_networks_had_a_temperature(tmp_path):
+    net = BlockCNN(window=8)
+    write(tmp_path / "b", net)
+    weights = load_file(tmp_path / "b" / WEIGHTS)
+    del weights["temperature"]
+    save_file(weights, tmp_path / "b" / WEIGHTS)
+    as_written_before(tmp_path / "b", weights_sha256=sha256_file(tmp_path / "b" / WEIGHTS))
+    with pytest.warns(UserWarning, match="format 1"):
+        assert load_bundle(tmp_path / "b").net.temperature == pytest.approx(1.1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from data.trace import MANIFEST, SCHEMA_VERSION, Traces, write_manifest, write_shard
+from data.trace import SCHEMA_VERSION, Traces, write_manifest, write_shard
 from pipelines.cli import run
 from pipelines.register import format_table, register, trace_facts
 from pipelines.train import main
@@ -259,10 +259,9 @@ def test_bad_input_to_register_is_one_line(fitted, traces, store, tmp_path, caps
     assert "not a bundle" in told(tmp_path)
     assert "no traces in" in told(fitted, tmp_path / "nowhere")
     other = shutil.copytree(traces, tmp_path / "other")
-    manifest = other / MANIFEST
-    manifest.write_text(
-        manifest.read_text().replace(Traces(traces).manifest["shards"][0]["sha256"], "0" * 64)
-    )
+    manifest = Traces(traces).manifest
+    manifest["shards"][0]["sha256"] = "0" * 64
+    write_manifest(other, manifest)
     assert "trained on other traces" in told(fitted, other)
     broken = shutil.copytree(traces, tmp_path / "broken")
     (broken / "shard-00001.parquet").write_bytes(b"half")

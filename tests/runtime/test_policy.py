@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
 from predictor.budgets import HeadBudgets
-from predictor.bundle import load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle, save_bundle
 from predictor.features import FeatureSpec, prefill_features
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
@@ -207,6 +207,22 @@ def test_predictor_of_another_model_is_refused(tiny_model: Callable[..., Any], t
     assert other.config._attn_implementation != "fade"  # refused before anything was changed
     with pytest.warns(UserWarning, match="allowed by strict=False"):
         create_tiered_cache(other, FadeConfig.balanced(predictor=bundle, strict=False))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 3)], ids=["a layer too few", "heads of another model"])
+def test_budgets_that_miss_a_layer_or_head_are_refused_when_the_cache_is_made(
+    tiny_model: Callable[..., Any], shape: tuple[int, int]
+) -> None:
+    model, lost = tiny_model(), torch.rand(*shape, 2).sort(-1, descending=True).values
+    table = HeadBudgets(lost, shares=(0.0, 1.0))
+    predictor = Predictor(TokenMLP(), FeatureSpec(), model_provenance(model), budgets=table)
+    for policy in ("learned", "fastgen"):
+        config = FadeConfig(int4_budget=0.5, eviction_policy=policy, predictor=predictor)
+        with pytest.raises(FadeError, match="head budgets for . layers of . kv heads, its model has 2 of 2; .*False"):
+            create_tiered_cache(model, config)
+        assert model.config._attn_implementation != "fade"  # refused before anything was changed
+    config = FadeConfig(int4_budget=0.5, eviction_policy="learned", predictor=predictor, head_budgets=False)
+    _feed(model, _ids(1, PROMPT + STEPS), create_tiered_cache(model, config))
 
 
 def test_presets_choose_the_predictor_when_there_is_one(tmp_path: Path) -> None:

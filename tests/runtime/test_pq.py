@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fade_runtime import pq
 from fade_runtime.pq import CodebookSet, LayerCodebook, PQCodebook, PQTokens, load_codebook
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
+from predictor.sealed import sealed
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -246,19 +248,41 @@ def test_damage_is_told(stored: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 2}, "has format 2, this release reads up to 1; upgrade"),
+        ({"version": 3}, "has format 3, this release reads 1 to 2; upgrade"),
         ({"version": "1"}, "names no known format"),
         ({"shapes": {}}, "does not hold the shapes"),
         ({"layers": "two"}, "is not what was written"),
+        ({"layers": 10**12}, "is not what was written"),
         ({"provenance": None}, "is not what was written"),
     ],
-    ids=["newer", "odd", "shapes", "layers", "provenance"],
+    ids=["newer", "odd", "shapes", "layers", "many layers", "provenance"],
 )
 def test_facts_that_cannot_be(stored: Path, change: dict[str, Any], says: str) -> None:
     file = stored / pq.FACTS
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    file.write_text(sealed({**json.loads(file.read_text()), **change}))
     with pytest.raises(FadeError, match=says):
         load_codebook(stored)
+
+
+@pytest.mark.parametrize("name", [pq.FACTS, pq.WEIGHTS])
+def test_no_bit_changes_unseen(stored: Path, name: str) -> None:
+    whole, drawn = (stored / name).read_bytes(), random.Random(0)
+    for _ in range(200):
+        content = bytearray(whole)
+        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        (stored / name).write_bytes(content)
+        with pytest.raises(FadeError, match="is damaged|has format"):
+            load_codebook(stored)
+
+
+def test_a_codebook_without_a_checksum_is_read_with_a_warning(stored: Path) -> None:
+    before = load_codebook(stored).tensors()
+    facts = {**json.loads((stored / pq.FACTS).read_text()), "version": 1}
+    del facts["sha256"]
+    (stored / pq.FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    with pytest.warns(UserWarning, match="has format 1, without a checksum over codebook.json"):
+        again = load_codebook(stored).tensors()
+    assert all(torch.equal(a, b) for a, b in zip(again, before, strict=True))
 
 
 def test_something_else_is_never_overwritten(tiny_model: Callable[..., Any], tmp_path: Path) -> None:

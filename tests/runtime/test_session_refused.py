@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, load_session
 from fade_runtime.session import FACTS, TENSORS
+from predictor.sealed import sealed
 from tests.conftest import make_tiny_model
 
 from .test_policy import _bundle
@@ -79,9 +80,9 @@ def test_the_last_byte_and_no_byte_count_too(written: tuple[Path, TieredCache, d
             assert_refused(damaged_copy(path, name, cut), *receiver, match="is damaged")
     other = damaged_copy(path, FACTS, (path / FACTS).read_bytes())
     (other / TENSORS).unlink()
-    assert_refused(other, *receiver, match="is damaged: its files cannot be read")
+    assert_refused(other, *receiver, match="is damaged: session.safetensors cannot be read")
     (other / FACTS).unlink()
-    assert_refused(other, *receiver, match="there is no session at")
+    assert_refused(other, *receiver, match="is not a session: it has no session.json")
 
 
 def test_a_state_that_lacks_something_is_refused(tiny: Any) -> None:
@@ -152,7 +153,7 @@ def test_another_codebook_or_predictor_is_refused(tmp_path: Path) -> None:
     bundles = [_bundle(tmp_path / str(seed), model) for seed in (1, 2)]
     facts = json.loads((bundles[1] / "bundle.json").read_text())
     facts["spec"]["horizon"] = 16
-    (bundles[1] / "bundle.json").write_text(json.dumps(facts))
+    (bundles[1] / "bundle.json").write_text(sealed(facts))
     path = filled(model, eviction_policy="learned", predictor=bundles[0]).save_session(tmp_path / "s")
     with pytest.raises(FadeError, match=r"made with another predictor"):
         load_session(model, path, FadeConfig(**TIGHT, eviction_policy="learned", predictor=bundles[1]))
@@ -160,6 +161,7 @@ def test_another_codebook_or_predictor_is_refused(tmp_path: Path) -> None:
 
 def test_another_format_is_named(written: tuple[Path, TieredCache, dict[str, Any]]) -> None:
     path, *receiver = written
-    facts = {**json.loads((path / FACTS).read_text()), "version": 99}
-    other = damaged_copy(path, FACTS, json.dumps(facts).encode())
-    assert_refused(other, *receiver, match="has format 99, this release reads 3; load it with the release")
+    for version, remedy in ((99, "upgrade fade-predictor"), (2, "use the release that wrote it")):
+        facts = {**json.loads((path / FACTS).read_text()), "version": version}
+        other = damaged_copy(path, FACTS, json.dumps(facts).encode())
+        assert_refused(other, *receiver, match=f"has format {version}, this release reads 3; {remedy}")

@@ -26,6 +26,12 @@ def test_it_is_there_and_small() -> None:
     assert NAME in predictor.name
 
 
+def test_its_files_are_those_that_this_release_writes(tmp_path: Path) -> None:
+    again = load_predictor(NAME).save(tmp_path / NAME)
+    for file in (SHIPPED / NAME).iterdir():
+        assert file.read_bytes() == (again / file.name).read_bytes(), file.name
+
+
 def test_another_name_lists_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FadeError, match=f"none of that name comes with the package \\({NAME}\\)"):
