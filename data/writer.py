@@ -47,8 +47,9 @@ class ShardWriter(BasePredictionWriter):
         """
         settings: CollectSettings = pl_module.settings
         model = pl_module.language_model
-        provenance = model_provenance(model, load_tokenizer(settings.model))
-        if self.manifest.get("provenance", provenance) != provenance:
+        begun = self.manifest.get("provenance")
+        provenance = model_provenance(model, load_tokenizer(settings.model), like=begun)
+        if begun not in (None, provenance):
             raise FadeError(
                 f"traces in {self.folder} were begun with other weights; choose another out, or delete it"
             )

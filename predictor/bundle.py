@@ -17,7 +17,7 @@ from predictor.certificate import refuse_damaged
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
 from predictor.nets import LOG_EMA, ScoreNet, build_net, tensors_of
-from predictor.provenance import check_provenance
+from predictor.provenance import check_provenance, model_provenance
 from predictor.scorenet import LATER
 from predictor.sealed import Header, Sealed
 
@@ -95,13 +95,22 @@ class Predictor(nn.Module):
                 raise
             warnings.warn(f"{error} (allowed by strict=False)", stacklevel=2)
 
-    def save(self, path: str | Path, certificate: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self, path: str | Path, *, certificate: Mapping[str, Any] | None = None, model: Any = None
+    ) -> Path:
         """Write it as a bundle, whole or not at all.
 
         Args:
             path: the directory to make; a bundle that is there is replaced.
             certificate: in place of the one that it has.
+            model: the language model it was trained on, to renew the fingerprint of a bundle of an earlier release.
+
+        Raises:
+            FadeError: something else is at ``path``, or it was made for another model.
         """
+        if model is not None:
+            self.check(model)
+            self.provenance |= model_provenance(model)
         return save_bundle(
             path,
             self.net,

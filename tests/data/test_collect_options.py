@@ -12,20 +12,22 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 import torch
 import transformers
 
 from data.chat import chat_frame
+from data.checks import MARK, mark_of
 from data.collect import TraceCollector, collect
 from data.lm import encode, load_lm, load_tokenizer
 from data.plan import prepare
 from data.record import record_forward
-from data.trace import Traces
+from data.trace import Traces, read_manifest, write_manifest
 from pipelines import cli
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
-from predictor.provenance import model_provenance
+from predictor.provenance import first_values_fingerprint, model_provenance
 
 from .conftest import write_prose
 from .test_collect import ROOT, Make, assert_same, command, rows_of, stop_after
@@ -165,6 +167,25 @@ def test_a_manifest_of_before_these_options_is_continued(
     (out / "shard-00000.parquet").unlink()
     assert collect(small(out)).kept == 2
     assert_same(out, collected)
+
+
+def test_a_collection_with_a_fingerprint_of_before_is_continued(
+    collected: Path, small: Make, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """As earlier releases wrote it, in manifest and shards; the rest is of the same mark."""
+    out, model = Path(shutil.copytree(collected, tmp_path / "old")), load_lm(tiny_model_dir)[0]
+    manifest = read_manifest(out)
+    assert manifest is not None
+    manifest["provenance"]["weights"] = first_values_fingerprint(model)
+    write_manifest(out, manifest | {"complete": False, "shards": [{**s, "sha256": None} for s in manifest["shards"]]})
+    for path in out.glob("*.parquet"):
+        table = parquet.read_table(path)
+        parquet.write_table(table.replace_schema_metadata({MARK: json.dumps(mark_of(manifest))}), path)
+    (out / "shard-00001.parquet").unlink()
+    assert collect(small(out)).kept == 2
+    assert read_manifest(out)["provenance"] == manifest["provenance"]  # type: ignore[index]
+    traces = Traces(out)
+    assert all(traces.read(shard["name"]) for shard in traces.manifest["shards"])
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])

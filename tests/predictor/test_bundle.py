@@ -21,7 +21,7 @@ from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.files import sha256_file
 from predictor.nets import BlockCNN, TokenMLP
-from predictor.provenance import model_provenance
+from predictor.provenance import first_values_fingerprint, model_provenance
 from predictor.registry import SHIPPED
 from predictor.scoreboard import token_scores
 from predictor.sealed import sealed
@@ -348,3 +348,14 @@ def test_weights_from_before_block_networks_had_a_temperature(tmp_path):
     as_written_before(tmp_path / "b", weights_sha256=sha256_file(tmp_path / "b" / WEIGHTS))
     with pytest.warns(UserWarning, match="format 1"):
         assert load_bundle(tmp_path / "b").net.temperature == pytest.approx(1.1)
+
+
+def test_a_fingerprint_of_before_is_renewed_for_its_own_model_only(tmp_path, tiny_model):
+    model = tiny_model()
+    old = {**model_provenance(model), "weights": first_values_fingerprint(model), "tokenizer": "t"}
+    predictor = load_bundle(write(tmp_path / "b", provenance=old))
+    with pytest.raises(FadeError, match="another model"):
+        predictor.save(tmp_path / "b", model=tiny_model(seed=1))
+    with pytest.warns(UserWarning, match="first 256 values"):
+        predictor.save(tmp_path / "b", model=model)
+    assert load_bundle(tmp_path / "b").provenance == {**model_provenance(model), "tokenizer": "t"}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, load_session
 from fade_runtime.session import FACTS, TENSORS
+from predictor.provenance import first_values_fingerprint
 from predictor.sealed import sealed
 from tests.conftest import make_tiny_model
 
@@ -138,6 +139,28 @@ def test_another_model_or_dtype_is_refused(written: tuple[Path, TieredCache, dic
         load_session(make_tiny_model(), path)
     with pytest.raises(FadeError, match=r"in torch.float32, this one is in torch.bfloat16"):
         load_session(make_tiny_model(num_hidden_layers=1).to(torch.bfloat16), path)
+
+
+def test_a_model_that_shares_the_first_values_is_another(tmp_path: Path) -> None:
+    model, other = make_tiny_model(), make_tiny_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.view(-1)[256:] *= 1.5
+    path = filled(model).save_session(tmp_path / "s")
+    with pytest.raises(FadeError, match=r"was made for another model: weights is all:"):
+        load_session(other, path)
+
+
+def test_a_session_with_a_fingerprint_of_before_goes_on(tmp_path: Path) -> None:
+    model = make_tiny_model()
+    path = filled(model).save_session(tmp_path / "s")
+    facts = json.loads((path / FACTS).read_text())
+    facts["model"]["weights"] = first_values_fingerprint(model)
+    (path / FACTS).write_text(sealed(facts))
+    with pytest.warns(UserWarning, match="session .* knows its model by the first 256 values"):
+        assert load_session(model, path).get_seq_length() == 60
+    with pytest.raises(FadeError, match=r"was made for another model: weights"):
+        load_session(make_tiny_model(seed=1), path)
 
 
 def test_another_codebook_or_predictor_is_refused(tmp_path: Path) -> None:
