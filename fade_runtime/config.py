@@ -83,13 +83,14 @@ class FadeConfig:
         guard: "off"; "warn" when attention goes to evicted tokens that the scores did not expect it on; "rollback":
             also bring them back, head by head, then layer by layer, then all, until the forecast holds again.
         spill: where evicted tokens go for that: "none", "host" memory, or "disk".
-        spill_dir: for "disk": a folder; what is written there goes with the cache, and after a crash at the next start.
+        spill_dir: for "disk": a folder, which may be shared; what is written there goes with the cache, and after a
+            crash at the next start. Of a process that was forked, a cache of its parent is refused there.
         spill_limit: most bytes of spilled tokens; then the oldest are dropped for good. None: no limit.
         monitor_every: decode steps in which the guard looks at each layer once.
         kl_target: a kv head whose KL(true attention over blocks || forecast) stays below goes back to its budget.
         kl_alarm: one above it has failed.
-        prefetch: bring back evicted tokens while decoding that are looked at as much as kept ones are; they compete for
-            the budget again, and what is weaker leaves instead.
+        prefetch: bring back evicted tokens while decoding that are looked at as much as kept ones are, at the look that
+            finds it; they compete for the budget again, and what is weaker leaves instead.
         shadow_every: decode steps between two runs of the whole text in full precision, with which the guard compares
             next-token distributions; each costs as much as a prompt of that length. None: never.
         on_rollback: "continue" with the text as it is, or "redecode": drop the tokens generated since all layers were

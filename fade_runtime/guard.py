@@ -21,7 +21,7 @@ from torch import Tensor
 from fade_runtime.config import FadeConfig
 from fade_runtime.memory import LEAST, STEPS, MemoryController
 from fade_runtime.monitor import QUERIES, Asked, Look, measure, true_attention, worst
-from fade_runtime.prefetch import Wanted, expected
+from fade_runtime.prefetch import fetch
 from fade_runtime.shadow import ShadowEvent
 from fade_runtime.spill import Spill
 from fade_runtime.tiers import Tier
@@ -153,8 +153,8 @@ class Guard:
             the first look; kl_by_layer: [L][H] running averages; recovery, recall: least of the last looks; raised:
             heads that keep everything, of ``heads``; resident: bytes held, as a share of those of a full cache;
             rollbacks, restored, fetched, looks, ms: counted; shadow: the last comparison of next tokens, if any;
-            spilled: tokens and bytes in the spill store, tokens that its limit dropped and that it lost, and why it
-            broke, if it did.
+            spilled: tokens and bytes in the spill store; tokens that its limit dropped; tokens that it lost, and why
+            (why_lost), because what was read was not what was written; why it takes no more (broken), or None.
         """
         watches = [watch for watch in self.watches if watch.kl]
         raised = [head for watch in watches for head in watch.raised]
@@ -187,7 +187,6 @@ class Watch:
         recovery, recall: least of the last look.
         good: tokens seen when the layer last had no head above the alarm.
         behind: the cache was raised and this layer has not followed yet.
-        wanted: evicted tokens that are on their way back, because they are expected to be needed.
     """
 
     STORED: ClassVar = ("kl", "raised", "calm", "recovery", "recall", "good", "behind")
@@ -205,7 +204,6 @@ class Watch:
         self.good = 0
         self.behind = False
         self.asked: Asked | None = None
-        self.wanted: Wanted | None = None
         self._looked = 0
         self._reviewing = False  # a plan is being made: what is raised comes back after it was carried out
 
@@ -217,9 +215,6 @@ class Watch:
             self.raised, self.calm = [False] * layer.tokens.heads, [0] * layer.tokens.heads
         if self.behind:
             self._raise(layer, range(len(self.raised)))
-        if self.wanted is not None and self.wanted.ready():
-            self.guard.fetched += self.wanted.fetch(layer)
-            self.wanted = None
 
     def end(self, layer: TieredLayer, new: int) -> None:
         """Look, if it is time: in turn with the other layers while decoding, and in each call of several tokens."""
@@ -262,7 +257,7 @@ class Watch:
         look = worst([measure(attention, gone, scores, layer.tokens.heads) for attention in attentions])
         restored, action = self._follow(layer, look, self.asked.query.shape[2])
         if self.guard.config.prefetch and plan is None and action == "look":
-            self.wanted = expected(layer, attentions, gone)
+            self.guard.fetched += fetch(layer, attentions, gone)
         guard, ms = self.guard, 1e3 * (time.perf_counter() - started)
         self._looked = layer.seen
         guard.looks += 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,60 +46,34 @@ def needed(attention: Tensor, gone: Tensor, kept: Tensor, most: int, block: int 
     return wanted.repeat_interleave(block, 1)[:, : attention.shape[1]] & gone
 
 
-@dataclass
-class Wanted:
-    """Tokens on their way back.
+def fetch(layer: TieredLayer, attentions: Sequence[Tensor], gone: Tensor) -> int:
+    """Bring back what a look at a layer says will be needed, with the attention that it received as its statistic.
 
-    Attributes:
-        chosen: [R, S] bool. attention: [R, S] share that each slot received.
-        reading: done when they have been read.
-    """
-
-    chosen: Tensor
-    attention: Tensor
-    reading: Future[None]
-
-    def ready(self) -> bool:
-        """Whether they have been read."""
-        return self.reading.done()
-
-    def __deepcopy__(self, memo: object) -> Wanted:
-        """The same: nothing of it changes."""
-        return self
-
-    def fetch(self, layer: TieredLayer) -> int:
-        """Join them to the layer's body, with the attention that they received as their statistic; their number."""
-        store, width = layer.tokens, self.chosen.shape[1]
-        if store.spilled is None or len(self.chosen) != len(store.pad) * store.heads:
-            return 0  # another batch by now
-
-        def mine(tokens: Any) -> Tensor:
-            slots = tokens.slots()
-            return self.chosen[tokens.token_row(), slots.clamp(max=width - 1)] & (slots < width)
-
-        bodies = store.spilled.take(mine)
-        return store.take_in([self._scored(layer, body) for body in bodies])
-
-    def _scored(self, layer: TieredLayer, body: Any) -> Any:
-        if body.state is None or not len(body):
-            return body
-        slots = body.slots()
-        unit = layer.policy.score(torch.ones_like(body.state), slots, layer.seen, layer.prompt)  # linear in the state
-        return replace(body, state=self.attention[body.token_row(), slots] / unit)
-
-
-def expected(layer: TieredLayer, attentions: Sequence[Tensor], gone: Tensor) -> Wanted | None:
-    """What a look at a layer says will be needed; it is being read from now on. None: nothing.
+    It is back when the look ends, however slow the disk is: what a text becomes never depends on time.
 
     Args:
         attentions: [R, S] each. gone: [R, S] bool, spilled tokens.
+
+    Returns:
+        the number of tokens.
     """
     store = layer.tokens
     if store.spilled is None or not len(store.spilled):
-        return None
+        return 0
     attention = torch.stack(list(attentions)).amax(0)
     kept = torch.zeros_like(gone)
     for body in store.body():
         kept[body.token_row(), body.slots()] = True
     chosen = needed(attention, gone, kept, layer.config.reassign_every)
-    return Wanted(chosen, attention, store.spilled.read_ahead()) if bool(chosen.any()) else None
+    if not bool(chosen.any()):
+        return 0
+    bodies = store.spilled.take(lambda tokens: chosen[tokens.token_row(), tokens.slots()])
+    return store.take_in([_scored(layer, body, attention) for body in bodies])
+
+
+def _scored(layer: TieredLayer, body: Any, attention: Tensor) -> Any:
+    if body.state is None or not len(body):
+        return body
+    slots = body.slots()
+    unit = layer.policy.score(torch.ones_like(body.state), slots, layer.seen, layer.prompt)  # linear in the state
+    return replace(body, state=attention[body.token_row(), slots] / unit)

@@ -1,41 +1,36 @@
 """Where evicted tokens go, in their packed form, so that they can come back.
 
-A :class:`Spill` belongs to one cache and keeps chunks of tokens in host memory or in files of a directory of its own.
-Every layer has a :class:`SpilledTokens`: the chunks with its evicted tokens. What cannot be stored is not evicted.
+A :class:`Spill` belongs to one cache and its copies, and keeps chunks of tokens in host memory or in files
+(:mod:`fade_runtime.spillfiles`). Every layer has a :class:`SpilledTokens`: the chunks with its evicted tokens. What
+cannot be stored is not evicted, and what cannot be read as it was written is lost and said to be: files are checked on
+each read. Host memory is trusted as the cache's own is.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fade_runtime.packed import PackedTokens
-from predictor.errors import FadeError
+from fade_runtime.spillfiles import SpillError, SpillFile, SpillFolder
 
 if TYPE_CHECKING:
     from fade_runtime.pq import PQTokens
 
 Body = Union[PackedTokens, "PQTokens"]
-PREFIX, LOCK = "fade-spill-", "lock"
 WHERE = ("none", "host", "disk")
 LARGEST = 8  # a chunk of more than the limit divided by this is not merged with others
 FAILURES = (OSError, MemoryError, RuntimeError, SafetensorError)  # torch says RuntimeError when memory is short
-
-
-class SpillError(FadeError):
-    """Evicted tokens could not be stored, or are not there any more."""
 
 
 class Chunk:
@@ -43,62 +38,40 @@ class Chunk:
 
     Args:
         forms: the same kinds of tokens, none of them: what the stored tensors are of.
-        tensors: by name; None: they are in the file.
-        path: of the file, which goes when the chunk does.
+        stored: tensors by name, or the file that they are in.
         nbytes, tokens: what is stored.
+
+    Attributes:
+        shared: a copy of the cache has it too.
     """
 
     def __init__(
-        self,
-        forms: Sequence[Body],
-        tensors: dict[str, Tensor] | None,
-        path: Path | None,
-        nbytes: int,
-        tokens: int,
+        self, forms: Sequence[Body], stored: dict[str, Tensor] | SpillFile, nbytes: int, tokens: int
     ) -> None:
-        self.forms, self.tensors, self.path, self.nbytes, self.tokens = forms, tensors, path, nbytes, tokens
-        self._size = path.stat().st_size if path is not None else 0
-        self._ahead: dict[str, Tensor] | None = None  # read before it is asked for
-        self._remove = None if path is None else weakref.finalize(self, path.unlink, missing_ok=True)
+        self.forms, self.stored, self.nbytes, self.tokens = forms, stored, nbytes, tokens
+        self.shared = False
 
     def __deepcopy__(self, memo: object) -> Chunk:
         """The same chunk."""
+        self.shared = True
         return self
 
     def drop(self) -> None:
-        """Forget the tokens."""
-        self.tensors, self.tokens, self.nbytes, self._ahead = {}, 0, 0, None
-        if self._remove is not None:
-            self._remove()
-
-    def read_ahead(self) -> None:
-        """Read the file now, for the next :meth:`read`; may run in another thread. A failure waits until then."""
-        try:
-            self._ahead = self._stored()
-        except SpillError:
-            self._ahead = None
-
-    def _stored(self) -> dict[str, Tensor]:
-        if self.tensors is not None:
-            return self.tensors
-        assert self.path is not None
-        try:
-            size = self.path.stat().st_size
-            if size != self._size:
-                raise SpillError(f"spill file {self.path} has {size} bytes of {self._size}")
-            return {name: tensor.clone() for name, tensor in load_file(self.path).items()}
-        except FAILURES as error:
-            raise SpillError(f"spill file {self.path} cannot be read ({error})") from error
+        """Forget the tokens; their file goes once nobody reads it."""
+        self.tokens = self.nbytes = 0
+        self.stored = {}
 
     def read(self, device: torch.device) -> list[Body]:
-        """The tokens, on a device.
+        """The tokens, on a device; of a chunk that was dropped, none.
 
         Raises:
-            SpillError: their file is gone or was cut.
+            SpillError: their file is gone or is not as it was written.
+            FadeError: the file is another process's.
         """
-        ahead, self._ahead = self._ahead, None
-        stored = self._stored() if ahead is None else ahead
-        if not self.tokens:
+        stored = self.stored
+        if isinstance(stored, SpillFile):
+            stored = load(stored.read())
+        if not self.tokens:  # dropped, maybe by a copy's thread just now
             return list(self.forms)
         found: list[Body] = []
         for at, form in enumerate(self.forms):
@@ -109,18 +82,18 @@ class Chunk:
 
 
 class Spill:
-    """Host memory or a directory for the evicted tokens of one cache.
+    """Host memory or a directory for the evicted tokens of one cache and its copies.
 
     Args:
         where: "host" or "disk".
         directory: for "disk"; a folder is made in it, for this cache only, and removed with it. Folders there whose
             process has died are removed now.
-        limit: most bytes held; then the oldest tokens are dropped for good. None: no limit.
+        limit: most bytes held; then the oldest tokens are dropped for good. None: no limit. While chunks are merged,
+            both forms are there.
 
     Attributes:
         dropped: tokens that the limit cost.
-        lost: tokens whose storage failed them.
-        threads: read ahead.
+        lost: tokens whose storage failed them. why_lost: what happened to the first of them, or None.
         broken: why nothing can be stored any more, or None; from then on nothing is evicted.
 
     Raises:
@@ -129,15 +102,20 @@ class Spill:
 
     def __init__(self, where: str, directory: str | Path | None = None, limit: int | None = None) -> None:
         self.where, self.limit = where, limit
-        self.dropped = self.lost = self._written = 0
+        self.dropped = self.lost = 0
         self.broken: str | None = None
+        self.why_lost: str | None = None
         self._live: list[weakref.ref[Chunk]] = []
-        self.folder: Path | None = None
-        self.threads = ThreadPoolExecutor(1, "fade-spill")  # its thread begins with the first read ahead
+        self._lock = threading.RLock()  # copies of a cache may run in threads of their own
+        self._folder: SpillFolder | None = None
         if where == "disk":
             assert directory is not None
-            self.folder, lock = _own_folder(Path(directory))
-            weakref.finalize(self, _remove_folder, self.folder, lock)
+            self._folder = SpillFolder(Path(directory))
+
+    @property
+    def folder(self) -> Path | None:
+        """Where its files are."""
+        return None if self._folder is None else self._folder.path
 
     def __deepcopy__(self, memo: object) -> Spill:
         """Copies of a cache spill to the same place."""
@@ -157,42 +135,41 @@ class Spill:
             "bytes": sum(chunk.nbytes for chunk in held),
             "dropped": self.dropped,
             "lost": self.lost,
+            "why_lost": self.why_lost,
             "broken": self.broken,
         }
 
     def _chunks(self) -> list[Chunk]:
-        self._live = [each for each in self._live if each() is not None]
-        return [chunk for each in self._live if (chunk := each()) is not None]
+        with self._lock:
+            self._live = [each for each in self._live if each() is not None]
+            return [chunk for each in self._live if (chunk := each()) is not None]
 
     def write(self, bodies: Sequence[Body], instead: Sequence[Chunk] = ()) -> Chunk:
         """Store tokens, among them those of chunks that are to go afterwards.
 
         Raises:
             SpillError: no room for them; nothing is stored, and nothing will be from now on.
+            FadeError: the directory is another process's.
         """
         held = {f"{at}.{name}": t.detach() for at, body in enumerate(bodies) for name, t in body.tensors().items()}
-        nbytes, tokens = sum(t.numel() * t.element_size() for t in held.values()), sum(map(len, bodies))
+        nbytes, tokens = _nbytes(bodies), sum(map(len, bodies))
         forms = [body.keep(torch.zeros(len(body), dtype=torch.bool, device=body.slots().device)) for body in bodies]
-        if not self._make_room(nbytes, instead):
-            self.dropped += tokens
-            return Chunk(forms, {}, None, 0, 0)
-        try:
-            if self.folder is None:
-                chunk = Chunk(forms, {name: _to_host(t) for name, t in held.items()}, None, nbytes, tokens)
-            else:
-                self._written += 1
-                path = self.folder / f"{self._written}.safetensors"
-                try:
-                    save_file({name: t.cpu().contiguous() for name, t in held.items()}, path)
-                except FAILURES:
-                    path.unlink(missing_ok=True)
-                    raise
-                chunk = Chunk(forms, None, path, nbytes, tokens)
-        except FAILURES as error:
-            self.fail(f"the spill store ({self.folder or 'host memory'}) takes no more tokens: {error}")
-            raise SpillError(str(self.broken)) from error
-        self._live.append(weakref.ref(chunk))
+        with self._lock:
+            if not self._make_room(nbytes, instead):
+                self.dropped += tokens
+                return Chunk(forms, {}, 0, 0)
+            try:
+                chunk = Chunk(forms, self._stored(held), nbytes, tokens)
+            except FAILURES as error:
+                self.fail(f"the spill store ({self.folder or 'host memory'}) takes no more tokens: {error}")
+                raise SpillError(str(self.broken)) from error
+            self._live.append(weakref.ref(chunk))
         return chunk
+
+    def _stored(self, held: dict[str, Tensor]) -> dict[str, Tensor] | SpillFile:
+        if self._folder is None:
+            return {name: _to_host(tensor) for name, tensor in held.items()}
+        return self._folder.write(save({name: tensor.cpu().contiguous() for name, tensor in held.items()}))
 
     def fail(self, why: str) -> None:
         """Note that nothing more is to be evicted, and say it once."""
@@ -200,9 +177,26 @@ class Spill:
             self.broken = why
             warnings.warn(f"{why}; tokens are kept in the cache from here on", RuntimeWarning, stacklevel=2)
 
+    def lose(self, chunk: Chunk, why: str) -> None:
+        """Note that the tokens of a chunk cannot be read, and that nothing more is to be evicted; say the first."""
+        with self._lock:
+            if not chunk.tokens:  # dropped before, and counted then
+                return
+            first, self.lost = not self.lost, self.lost + chunk.tokens
+            why = f"{chunk.tokens:,} evicted tokens are lost: {why}"
+            chunk.drop()
+        if first:
+            self.why_lost, self.broken = why, self.broken or why
+            warnings.warn(
+                f"{why}; tokens are kept in the cache from here on, and monitor.report() counts what is lost",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _make_room(self, nbytes: int, instead: Sequence[Chunk]) -> bool:
         """Drop the oldest tokens until ``nbytes`` more fit in place of some chunks; whether they do."""
-        others = [chunk for chunk in self._chunks() if chunk not in instead]
+        going = [chunk for chunk in instead if not chunk.shared]
+        others = [chunk for chunk in self._chunks() if chunk not in going]
         if self.limit is None or sum(chunk.nbytes for chunk in others) + nbytes <= self.limit:
             return True
         if not self.dropped:
@@ -212,11 +206,13 @@ class Spill:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if nbytes > self.limit:
+            return False
         for chunk in others:
             if sum(each.nbytes for each in others) + nbytes > self.limit:
                 self.dropped += chunk.tokens
                 chunk.drop()
-        return nbytes <= self.limit
+        return True
 
 
 class SpilledTokens:
@@ -237,7 +233,7 @@ class SpilledTokens:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor in memory."""
-        return [tensor for chunk in self.chunks for tensor in (chunk.tensors or {}).values()]
+        return [tensor for chunk in self.chunks if isinstance(chunk.stored, dict) for tensor in chunk.stored.values()]
 
     def add(self, bodies: Sequence[Body]) -> bool:
         """Take in tokens of each kind; small chunks are merged, so that there are few. False: they were not stored."""
@@ -257,7 +253,7 @@ class SpilledTokens:
             return False
         except SpillError:
             return False
-        self.chunks[last:] = [chunk]
+        self.chunks = [*self.chunks[:last], chunk]
         return True
 
     def read(self) -> list[list[Body]]:
@@ -268,44 +264,65 @@ class SpilledTokens:
 
     def take(self, chosen: Callable[[Body], Tensor] | None = None) -> list[Body]:
         """Take out tokens, those that a function of each kind chooses, [T] bool, or all; an empty list without any."""
-        found: list[Body] = []
-        for bodies in self.read():
-            found = _joined(found, bodies) if found else bodies
-        if not found:
-            return []
-        rest: list[Body] = []
-        if chosen is not None:
-            mine = [chosen(body) for body in found]
-            rest = [body.keep(~mask) for body, mask in zip(found, mine)]
-            found = [body.keep(mask) for body, mask in zip(found, mine)]
-        self.chunks = []
-        if any(map(len, rest)) and not self.add(rest):
-            found = _joined(found, rest)  # better back in the cache than lost
-        return found
 
-    def read_ahead(self) -> Future[None]:
-        """Read what is on disk in another thread, for the next :meth:`take` or :meth:`read`."""
-        return self.spill.threads.submit(_read_ahead, list(self.chunks))
+        def parts(bodies: list[Body]) -> tuple[list[Body], list[Body]]:
+            if chosen is None:
+                return bodies, []
+            mine = [chosen(body) for body in bodies]
+            if not any(bool(mask.any()) for mask in mine):
+                return [], bodies
+            return (
+                [body.keep(mask) for body, mask in zip(bodies, mine)],
+                [body.keep(~mask) for body, mask in zip(bodies, mine)],
+            )
+
+        return self._rewrite(parts)
 
     def select_rows(self, rows: Tensor) -> list[Body]:
         """Keep rows by index, in the given order and as often as named; returns tokens that could not be stored so."""
-        chosen = [[body.select_rows(rows) for body in bodies] for bodies in self.read()]
-        self.chunks = []
-        return [body for bodies in chosen if not self.add(bodies) for body in bodies]
+        return self._rewrite(lambda bodies: ([], [body.select_rows(rows) for body in bodies]))
+
+    def _rewrite(self, parts: Callable[[list[Body]], tuple[list[Body], list[Body]]]) -> list[Body]:
+        """Replace each chunk by a part of it, all chunks at once at the end.
+
+        Args:
+            parts: gives what is to come out of a chunk and what is to stay; the same bodies are not written again.
+
+        Returns:
+            what came out, and what could not be stored again: better back in the cache than lost.
+        """
+        out: list[Body] = []
+        chunks: list[Chunk] = []
+        replaced: list[Chunk] = []
+        for chunk in self.chunks:
+            bodies = self._read(chunk)
+            if not any(map(len, bodies)):
+                continue
+            leaving, staying = parts(bodies)
+            out = _joined(out, leaving) if leaving else out
+            if staying is bodies:
+                chunks.append(chunk)
+                continue
+            replaced.append(chunk)
+            if any(map(len, staying)):
+                try:
+                    chunks.append(self._write(staying, replaced))
+                except SpillError:
+                    out = _joined(out, staying)
+        self.chunks = chunks
+        return out
+
+    def _write(self, bodies: Sequence[Body], instead: Sequence[Chunk]) -> Chunk:
+        if self.spill.broken is not None:
+            raise SpillError(self.spill.broken)
+        return self.spill.write(bodies, instead)
 
     def _read(self, chunk: Chunk) -> list[Body]:
         try:
             return chunk.read(self.device)
         except SpillError as error:
-            self.spill.lost += chunk.tokens
-            self.spill.fail(f"{chunk.tokens:,} evicted tokens are lost: {error}")
-            chunk.drop()
+            self.spill.lose(chunk, str(error))
             return []
-
-
-def _read_ahead(chunks: Sequence[Chunk]) -> None:
-    for chunk in chunks:
-        chunk.read_ahead()
 
 
 def _joined(first: Sequence[Any], second: Sequence[Any]) -> list[Body]:
@@ -323,36 +340,3 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", copy=True).contiguous()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor)
-
-
-def _own_folder(directory: Path) -> tuple[Path, Any]:
-    """Make a folder that dies with this process, and remove those of dead ones."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for other in directory.glob(f"{PREFIX}*"):
-            if (lock := _locked(other / LOCK)) is not None:
-                _remove_folder(other, lock)
-        new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=directory))  # for its owner only
-        lock = _locked(new / LOCK)
-        folder = new.rename(directory / new.name[1:])  # nobody finds it before it is locked
-    except OSError as error:
-        raise FadeError(f"spill_dir {directory} cannot be written ({error.strerror}); name another folder") from error
-    return folder, lock
-
-
-def _locked(path: Path) -> Any:
-    """An open file with a lock that ends with the process; None where another process has it."""
-    import fcntl
-
-    file = path.open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
-def _remove_folder(folder: Path, lock: Any) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    lock.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import random
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
-from fade_runtime.prefetch import Wanted, expected, needed
+from fade_runtime.prefetch import fetch, needed
+from fade_runtime.spillfiles import SpillFolder
 
 OPTIONS: dict[str, Any] = dict(
     n_sink=2, recent_window=16, int4_budget=30, reassign_every=16, eviction_policy="ema", guard="warn", spill="host",
@@ -78,18 +80,63 @@ def test_what_comes_back_is_what_left_with_its_attention_as_statistic(model: Any
     gone = torch.zeros(4, layer.seen, dtype=torch.bool)
     for tokens in layer.tokens.whole().back:
         gone[tokens.token_row(), tokens.slots()] = True
-    wanted = expected(layer, [attention], gone)
-    assert isinstance(copy.deepcopy(wanted), Wanted)
-    wanted.reading.result()
-    count = wanted.fetch(layer)
-    assert count == int(wanted.chosen.sum()) > 0
+    chosen = gone.clone()
+    count = fetch(layer, [attention], gone)
+    for tokens in layer.tokens.whole().back:
+        chosen[tokens.token_row(), tokens.slots()] = False
+    assert count == int(chosen.sum()) > 0
     for ours, theirs in zip(layer.materialise(), before):
         assert torch.equal(ours, theirs)
     packed = layer.tokens.packed
     row, slot = packed.token_row(), packed.slots()
-    back = wanted.chosen[row, slot]
+    back = chosen[row, slot]
     score = layer.policy.score(packed.state, slot, layer.seen, layer.prompt)
     torch.testing.assert_close(score[back], attention[row, slot][back])
+
+
+def fetching(model: Any, rows: list[int] | None = None, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Logits [B, n, V] of decode steps between which the batch is reordered, in the first order; the guard's report."""
+    ids = prompt(260)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        cache = create_tiered_cache(model, FadeConfig(**{**OPTIONS, **options}, prefetch=True))
+        order = torch.arange(2)
+        model(ids[:, :200], **forward_kwargs(cache, model))
+        steps = []
+        for at in range(200, 260):
+            if rows is not None:
+                cache.reorder_cache(torch.tensor(rows))
+                order = order[rows]
+            logits = model(ids[order, at : at + 1], **forward_kwargs(cache, model)).logits
+            steps.append(logits[order.argsort()])
+    return torch.cat(steps, 1), cache.monitor.report()
+
+
+def test_logits_do_not_depend_on_how_fast_the_disk_is(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, report = fetching(model)  # from host memory
+    assert report["fetched"] > 0
+    quick, _ = fetching(model, spill="disk", spill_dir=tmp_path)
+    drawn, read = random.Random(0), SpillFolder.read
+
+    def slow(*given: Any) -> bytes:
+        time.sleep(drawn.choice([0, 0.001, 0.02]))
+        return read(*given)
+
+    monkeypatch.setattr(SpillFolder, "read", slow)
+    got, after = fetching(model, spill="disk", spill_dir=tmp_path)
+    assert torch.equal(quick, expected)
+    assert torch.equal(got, expected)
+    assert after["fetched"] == report["fetched"]
+
+
+def test_what_comes_back_is_that_row_s_after_a_reorder(model: Any) -> None:
+    expected, report = fetching(model)
+    got, after = fetching(model, rows=[1, 0])
+    assert after["fetched"] == report["fetched"] > 0
+    bound = 2e-5 * float(expected.abs().max())  # rows are added up in another order
+    torch.testing.assert_close(got, expected, atol=bound, rtol=1e-4)
 
 
 def test_it_needs_a_spill_store() -> None:

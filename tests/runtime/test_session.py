@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "before the first single token": dict(TIGHT, chunked_prefill=True, eviction_policy="ema"),
     "small pages": dict(TIGHT, page_tokens=9),
     "guard": dict(TIGHT, guard="rollback", spill="host", monitor_every=4),
+    "prefetch": dict(TIGHT, guard="warn", spill="host", monitor_every=1, prefetch=True, kl_alarm=1e9),
     "bf16": TIGHT,
     "dynamic rope": dict(TIGHT, positions="streaming"),
     "gemma3": TIGHT,
