@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import csv
 import io
+import math
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from data.datamodule import TraceDataModule
 from data.trace import Traces
@@ -24,7 +26,7 @@ from pipelines.cli import guarded
 from pipelines.head_plot import draw_head_budgets, format_lost
 from pipelines.register import BEST, refuse_other_traces, trace_facts
 from predictor.budgets import HeadBudgets
-from predictor.bundle import load_bundle, save_bundle
+from predictor.bundle import save_bundle
 from predictor.files import write_aside
 from predictor.module import HEADS, LAYERS, HeadBudgetModule, PredictorModule, Rows, TraceModule
 from predictor.nets import ScoreNet
@@ -44,48 +46,73 @@ class Candidate:
     epoch: int
     budgets: HeadBudgets | None = None
 
+    def value(self, monitor: str) -> float:
+        """What it reached; one that is no number is below all."""
+        found = self.metrics[monitor.removeprefix("val/")]
+        return -math.inf if math.isnan(found) else found
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: all but head budgets, whose sums are the module's own state."""
+        net = {name: tensor.detach().cpu().clone() for name, tensor in self.net.state_dict().items()}
+        return {"net": net, "metrics": self.metrics, "tables": self.tables, "epoch": self.epoch}
+
 
 class KeepBest(SaveConfigCallback):
-    """Keeps what belongs to the best epoch: a bundle, the resolved config, tables by layer and head, a picture.
+    """Keeps what belongs to the best validation: a bundle, the resolved config, tables by layer and head, a picture.
 
-    The config goes to the tracking run at the start; the files are written beside each checkpoint that is saved.
+    The best is that of the whole run: it is part of every checkpoint, and a fit that goes on from one begins with it.
+    What anybody's checkpoint callback saves, and when, changes nothing. The config goes to the tracking run at once.
     """
 
-    untrained: Candidate | None = None
+    best: Candidate | None = None
+    written = False  # whether the best is in the output folder
+    _restored: dict[str, Any] | None = None
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log the resolved config as an artefact of the run."""
         self._log_text(trainer, CONFIG, self._resolved())
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Write the bundle, the config and the tables beside the checkpoint."""
-        assert isinstance(pl_module, TraceModule)
-        self._keep(trainer, _candidate(trainer, pl_module))
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far, for a checkpoint."""
+        return {} if self.best is None else self.best.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the best of the run that is continued."""
+        self._restored = state_dict or None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enter the untrained network, which is the closed form, as the first candidate: no epoch below it is kept."""
-        self.untrained = None
-        best, data = trainer.checkpoint_callback, trainer.datamodule  # type: ignore[attr-defined]
-        if trainer.global_step or not isinstance(best, ModelCheckpoint) or best.dirpath is None:
+        """Enter the first candidate, which later ones must beat: the best so far, or else the network as it is now.
+
+        That is the closed form when it is untrained. It is written at the end, if nothing beats it.
+        """
+        assert isinstance(pl_module, TraceModule)
+        if not isinstance(pl_module, PredictorModule) or _only_tried(trainer):  # or there is nothing to be better than
             return
-        if not isinstance(pl_module, PredictorModule):  # there is nothing to be better than
+        if self._restored is not None:
+            net = copy.deepcopy(pl_module.net)
+            net.load_state_dict(self._restored["net"])
+            self.best = Candidate(**{**self._restored, "net": net})
             return
-        for batch in data.val_dataloader():
+        batches = trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
+        limit = sum(trainer.num_val_batches) or len(batches)
+        for batch in islice(batches, int(min(limit, len(batches)))):
             pl_module.board.update(pl_module.net, trainer.strategy.batch_to_device(batch))
         values = pl_module.read_board()
-        self.untrained = Candidate(copy.deepcopy(pl_module.net), values, pl_module.tables(), epoch=0)
-        path = str(Path(best.dirpath) / f"{BEST}.ckpt")
-        score = torch.tensor(self.untrained.metrics[pl_module.monitor.removeprefix("val/")])
-        best.best_k_models = {path: score}
-        best.best_model_path = best.kth_best_model_path = path
-        best.best_model_score = best.kth_value = score
+        self.best = Candidate(copy.deepcopy(pl_module.net), values, pl_module.tables(), epoch=trainer.current_epoch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the network if it is the best so far, or the newest head budgets."""
+        assert isinstance(pl_module, TraceModule)
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or _only_tried(trainer):
+            return
+        candidate, monitor = _candidate(trainer, pl_module), pl_module.monitor
+        if monitor is None or self.best is None or candidate.value(monitor) > self.best.value(monitor):
+            self._keep(trainer, candidate)
 
     def _keep(self, trainer: Trainer, candidate: Candidate) -> None:
+        self.best, self.written = candidate, True
         if not trainer.is_global_zero:
             return
-        self.untrained = None  # beaten
         folder, traces = Path(self.config["output"]), Traces(self.config["data"]["traces"])
         save_bundle(
             folder / BEST,
@@ -104,9 +131,9 @@ class KeepBest(SaveConfigCallback):
             draw_head_budgets(folder / PICTURE, candidate.budgets, candidate.metrics)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the untrained network if no epoch beat it; log the tables and the picture of what was kept."""
-        if self.untrained is not None:
-            self._keep(trainer, self.untrained)
+        """Keep the first candidate if no validation beat it; log the tables and the picture of what was kept."""
+        if self.best is not None and not self.written:
+            self._keep(trainer, self.best)
         if isinstance(pl_module, HeadBudgetModule) and pl_module.budgets is not None:  # rows since the last validation
             self._keep(trainer, _candidate(trainer, pl_module))
         for kept in (Path(self.config["output"]) / name for name in (LAYERS, HEADS, PICTURE)):
@@ -181,19 +208,26 @@ class FitCLI(LightningCLI):
         if manifest is not None:
             refuse_other_traces(manifest, "the scorer", traces)
 
+    def _keeper(self) -> KeepBest:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next(each for each in callbacks if isinstance(each, KeepBest))
+
     def after_fit(self) -> None:
         """Say what was reached and where it lies."""
-        best, module = self.trainer.checkpoint_callback, self.model
+        module, keeper = self.model, self._keeper()
         folder = Path(self._get(self.config_init, "output"))
-        if not isinstance(best, ModelCheckpoint) or not self.trainer.is_global_zero:
+        if not keeper.written or keeper.best is None or not self.trainer.is_global_zero:
             return
-        if isinstance(module, HeadBudgetModule) and module.budgets is not None:
-            print(f"{format_lost(load_bundle(folder / BEST).metrics)}\nkept in {folder}")
-        elif best.best_model_score is not None:
-            print(f"{best.monitor} {best.best_model_score:.4f} at the best epoch, kept in {folder}")
+        if module.monitor is None:
+            print(f"{format_lost(keeper.best.metrics)}\nkept in {folder}")
         else:
-            return
+            print(f"{module.monitor} {keeper.best.value(module.monitor):.4f} at the best epoch, kept in {folder}")
         print(f"next: python -m pipelines.register --checkpoint {folder} --name NAME")
+
+
+def _only_tried(trainer: Trainer) -> bool:
+    """Whether a few batches are run to see that they do, and nothing is to be written."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def _candidate(trainer: Trainer, module: TraceModule) -> Candidate:
@@ -203,7 +237,7 @@ def _candidate(trainer: Trainer, module: TraceModule) -> Candidate:
         for name, value in trainer.callback_metrics.items()
         if name.startswith("val/")
     }
-    return Candidate(module.net, metrics, module.tables(), module.epochs, module.budgets)
+    return Candidate(copy.deepcopy(module.net), metrics, module.tables(), module.epochs, module.budgets)
 
 
 def _csv(rows: Sequence[dict[str, float]]) -> str:
