@@ -47,6 +47,7 @@ FREE = (
     "strict", "phase", "spill_dir", "spill_limit", "monitor_every", "kl_target", "kl_alarm",
 )  # options that change nothing in a cache that is there
 REFERENCES = ("predictor", "codebook")  # options that are compared by what they stand for
+PLACES = (*REFERENCES, *NAMED)  # options that say where something is: what a session holds of them is only a name
 
 
 def save_session(cache: TieredCache, path: str | Path) -> Path:
@@ -80,35 +81,54 @@ def save_session(cache: TieredCache, path: str | Path) -> Path:
     return path
 
 
-def load_session(model: nn.Module, path: str | Path, config: FadeConfig | None = None) -> TieredCache:
+def load_session(
+    model: nn.Module, path: str | Path, config: FadeConfig | None = None, **options: Any
+) -> TieredCache:
     """Make a cache that goes on where :func:`save_session` left one.
+
+    A session says what a cache was like, not what a process reads, loads or writes: options that name a file, a folder,
+    a hub id or a registry (:data:`PLACES`) are never taken from it.
 
     Args:
         model: the one that filled it, in the same dtype; on any device.
         path: of the session.
-        config: options of the new cache, which must be those of the stored one; None: taken from the session,
-            predictor and codebook from where they were then.
+        config: options of the new cache, which must be those of the stored one; None: taken from the session.
+        options: in place of the config's or the session's: ``predictor="smollm2-135m-instruct"``,
+            ``spill_dir="scratch"``.
 
     Raises:
-        FadeError: not there, damaged, of another model, or other options, predictor or codebook.
+        FadeError: not there, damaged, of another model, or other options, predictor or codebook; or the session was
+            made with a predictor, codebook, tokenizer, assistant or spill_dir, and none is given.
     """
-    state = _read(Path(path))
-    if config is None:
-        stored = dict(state["facts"]["options"])
-        for name in REFERENCES:
-            reference = state["facts"][name]
-            stored[name] = None if reference is None else reference["name"]
-        try:
-            config = FadeConfig().with_options(**stored)
-            cache = create_tiered_cache(model, config)
-        except FadeError as error:
-            raise FadeError(
-                f"session {path} cannot be set up as it was: {error}; or give its config"
-            ) from error
-    else:
-        cache = create_tiered_cache(model, config)
-    load_cache_state_dict(cache, state, f"session {path}")
+    state, what = _read(Path(path)), f"session {path}"
+    config = _stored_config(state["facts"], options, what) if config is None else config.with_options(**options)
+    cache = create_tiered_cache(model, config)
+    load_cache_state_dict(cache, state, what)
     return cache
+
+
+def _stored_config(facts: Mapping[str, Any], given: Mapping[str, Any], what: str) -> FadeConfig:
+    """The options in a session, with those that are given in their place."""
+    try:
+        stored = dict(facts["options"])
+        for name in REFERENCES:
+            stored[name] = None if facts[name] is None else facts[name]["name"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(what, f"{type(error).__name__} {error}") from error
+    named = {name: stored.get(name) for name in PLACES}
+    if isinstance(named["assistant"], int):  # so many layers of the model itself
+        del named["assistant"]
+    asked = [name for name, value in named.items() if value is not None and name not in given]
+    if asked:
+        was = ", ".join(f"{name} {stored[name]!r}" for name in asked)
+        raise FadeError(
+            f"{what} was made with {was}, and a session does not choose what is read, loaded or written: say it "
+            f"yourself, load_session(model, path, {', '.join(f'{name}=...' for name in asked)})"
+        )
+    try:
+        return FadeConfig().with_options(**{**stored, **given})
+    except (FadeError, TypeError, ValueError) as error:
+        raise FadeError(f"{what} cannot be set up as it was: {error}; or give its config") from error
 
 
 def resume_session(cache: TieredCache, path: str | Path) -> None:

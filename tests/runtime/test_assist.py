@@ -143,7 +143,7 @@ def test_a_directory_a_model_and_a_session(tiny_model_dir: Path, tmp_path: Path)
     kept = [cache.tiered[1].tokens.packed.slots().tolist() for cache in caches]
     assert kept[0] == kept[1] != kept[2]
     caches[1].save_session(tmp_path / "session")
-    loaded = load_session(model, tmp_path / "session")
+    loaded = load_session(model, tmp_path / "session", assistant=tiny_model_dir)
     assert loaded.text is not None
     assert torch.equal(loaded.text.ids, ids.int())
     got, expected = (model(ids[:, :1], **forward_kwargs(each, model)).logits for each in (loaded, caches[1]))

@@ -38,7 +38,7 @@ def test_a_session_takes_spilled_tokens_along(model: Any, where: str, tmp_path: 
     for at in range(200, 240):
         forward(model, ids[:, at : at + 1], cache)
     cache.save_session(tmp_path / "session")
-    other = load_session(model, tmp_path / "session")
+    other = load_session(model, tmp_path / "session", **({"spill_dir": tmp_path / "other"} if spill else {}))
     assert other.monitor.report()["kl_by_layer"] == cache.monitor.report()["kl_by_layer"]
     assert other.monitor.report()["spilled"]["tokens"] == cache.monitor.report()["spilled"]["tokens"] > 0
     for each in (cache, other):

@@ -115,7 +115,7 @@ def resume_all(folder: str, cases: list[str]) -> None:
     """What the other process does."""
     for case in cases:
         model = make_model(case)
-        cache = load_session(model, Path(folder, case))
+        cache = load_session(model, Path(folder, case), **places(case, Path(folder)))
         assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
         save_file({"logits": play_on(model, cache, cache.get_seq_length())}, Path(folder, f"{case}.logits"))
 
@@ -125,6 +125,13 @@ def make_codebook(model: Any, seed: int = 0) -> CodebookSet:
     generator = torch.Generator().manual_seed(seed)
     books = [PQCodebook(torch.randn(4, 32, 4, generator=generator).half()) for _ in range(4)]
     return CodebookSet([LayerCodebook(*books[:2]), LayerCodebook(*books[2:])], model_provenance(model))
+
+
+def places(case: str, folder: Path) -> dict[str, Path]:
+    """What a session does not say by itself."""
+    known = {"learned": ("predictor", "bundle"), "pq": ("codebook", "codebook")}
+    used = {CASES[case].get("eviction_policy"), CASES[case].get("low_tier")} & set(known)
+    return {option: folder / name for option, name in map(known.__getitem__, used)}
 
 
 def make_config(case: str, model: Any, folder: Path) -> FadeConfig:

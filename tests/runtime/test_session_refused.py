@@ -170,8 +170,9 @@ def test_another_codebook_or_predictor_is_refused(tmp_path: Path) -> None:
     assert load_session(model, path, FadeConfig(**TIGHT, low_tier="pq", codebook=ours)).get_seq_length() == 60
     with pytest.raises(FadeError, match=r"made with another codebook .*give the same one"):
         load_session(model, path, FadeConfig(**TIGHT, low_tier="pq", codebook=theirs))
-    with pytest.raises(FadeError, match=r"cannot be set up as it was: there is no codebook at"):
-        load_session(model, path)
+    assert load_session(model, path, codebook=ours).get_seq_length() == 60
+    with pytest.raises(FadeError, match=r"made with another codebook .*give the same one"):
+        load_session(model, path, codebook=theirs)
 
     bundles = [_bundle(tmp_path / str(seed), model) for seed in (1, 2)]
     facts = json.loads((bundles[1] / "bundle.json").read_text())
@@ -180,6 +181,56 @@ def test_another_codebook_or_predictor_is_refused(tmp_path: Path) -> None:
     path = filled(model, eviction_policy="learned", predictor=bundles[0]).save_session(tmp_path / "s")
     with pytest.raises(FadeError, match=r"made with another predictor"):
         load_session(model, path, FadeConfig(**TIGHT, eviction_policy="learned", predictor=bundles[1]))
+
+
+PLACED = {
+    "spill_dir": dict(spill="disk", guard="warn"),
+    "predictor": dict(eviction_policy="learned"),
+    "codebook": dict(low_tier="pq"),
+    "tokenizer": dict(eviction_policy="fastgen"),
+    "assistant": {},
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_session_does_not_choose_what_is_read_or_written(name: str, tiny: Any, tmp_path: Path) -> None:
+    """Whoever wrote it; it is asked for by name, and nothing was touched."""
+    path, there = filled(tiny).save_session(tmp_path / "s"), tmp_path / "there"
+    facts = json.loads((path / FACTS).read_text())
+    facts["options"] |= PLACED[name]
+    if name in facts["options"]:
+        facts["options"][name] = str(there)
+    else:
+        facts[name] = {"name": str(there), "sha256": "0" * 64}
+    (path / FACTS).write_text(sealed(facts))
+    asked = rf"made with {name} '{there}', and .* load_session\(model, path, {name}=\.\.\.\)"
+    with pytest.raises(FadeError, match=asked):
+        load_session(tiny, path)
+    assert not there.exists()
+
+
+def test_the_caller_chooses_where_a_session_spills(tiny: Any, tmp_path: Path) -> None:
+    cache = filled(tiny, guard="warn", spill="disk", spill_dir=tmp_path / "its")
+    path = cache.save_session(tmp_path / "s")
+    (folder,) = (tmp_path / "its").iterdir()
+    loaded = load_session(tiny, path, spill_dir=tmp_path / "mine")
+    assert loaded.monitor.report()["spilled"]["tokens"] == cache.monitor.report()["spilled"]["tokens"] > 0
+    assert len(list((tmp_path / "mine").glob("*/*.safetensors"))) == 1
+    assert list((tmp_path / "its").iterdir()) == [folder]
+    given = cache.config.with_options(spill_dir=tmp_path / "other")
+    assert load_session(tiny, path, given, spill_dir=tmp_path / "mine").config.spill_dir == tmp_path / "mine"
+    with pytest.raises(FadeError, match="unknown option spill_folder"):
+        load_session(tiny, path, spill_dir=tmp_path, spill_folder=tmp_path)
+
+
+@pytest.mark.parametrize("options", [[], None, {"ema_decay": "x"}, {"n_sink": {}}, {"colour": "red"}], ids=str)
+def test_options_that_are_none_are_refused_by_name(options: Any, tiny: Any, tmp_path: Path) -> None:
+    path = filled(tiny).save_session(tmp_path / "s")
+    facts = json.loads((path / FACTS).read_text())
+    facts["options"] = {**facts["options"], **options} if isinstance(options, dict) else options
+    (path / FACTS).write_text(sealed(facts))
+    with pytest.raises(FadeError, match=r"session .*s (cannot be set up as it was: |is damaged: )"):
+        load_session(tiny, path)
 
 
 def test_another_format_is_named(written: tuple[Path, TieredCache, dict[str, Any]]) -> None:
