@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
+from fade_runtime.quant import LARGEST
 from predictor.errors import FadeError
 
 
@@ -16,7 +18,7 @@ def check_tokens(layer: int, held: Tensor | None, key: Tensor, value: Tensor) ->
         layer: its index. held: keys that it has, or None at the start.
 
     Raises:
-        FadeError: another batch size, device or dtype than before, or numbers that are not finite.
+        FadeError: another batch size, device or dtype than before, numbers that are not finite, or too large to pack.
     """
     if held is not None and key.shape[0] != held.shape[0]:
         raise FadeError(
@@ -29,15 +31,22 @@ def check_tokens(layer: int, held: Tensor | None, key: Tensor, value: Tensor) ->
                 f"layer {layer} holds tokens of {name} {before}, the model now gives {now}; call cache.reset()"
             )
     # a GPU would have to be waited for in each layer of each step
-    if key.device.type != "cpu" or _surely_finite(key, value):
+    if key.device.type != "cpu" or _surely_fine(key, value):
         return
     for name, tensor in (("keys", key), ("values", value)):
-        if not bool(tensor.isfinite().all()):  # else only their sum is out of range
+        most = float(tensor.abs().amax()) if tensor.numel() else 0.0
+        if not math.isfinite(most):
             raise FadeError(f"layer {layer} was given {name} that are not finite; check the model's dtype and input")
+        if most > LARGEST:  # else only their sum is out of range
+            raise FadeError(
+                f"layer {layer} was given {name} of up to {most:.0e}, and no more than {LARGEST:.0e} can be packed; "
+                "check the model's weights, or use compression='off'"
+            )
 
 
-def _surely_finite(key: Tensor, value: Tensor) -> bool:
-    """Whether one number that every infinity and every NaN would show in is finite; it may also overflow."""
-    if key.shape == value.shape:
-        return math.isfinite(key.flatten().dot(value.flatten()).item())
-    return math.isfinite(key.sum().item() + value.sum().item())
+def _surely_fine(key: Tensor, value: Tensor) -> bool:
+    """Whether a number that every infinity, every NaN and all that cannot be packed would show in is small enough."""
+    if key.dtype == torch.float16:  # which holds nothing that is too large, and few squares
+        total = key.flatten().dot(value.flatten()) if key.shape == value.shape else key.sum() + value.sum()
+        return math.isfinite(total.item())
+    return all(each.flatten().dot(each.flatten()).item() < LARGEST for each in (key, value))

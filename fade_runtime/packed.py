@@ -38,7 +38,8 @@ class PackedTokens:
         key_codes, value_codes: [T4, D * bits / 8] uint8. low_key_codes, low_value_codes: [T2, D * bits / 8] uint8.
         key_scale, key_zero: [P, D] uint8, key_reach: [P, 3] float16: scale and zero of the INT4 tier's codes, as
             :func:`fade_runtime.quant.page_affine` writes them.
-        value_scale, value_zero: [T, groups] float16, of the INT4 tier's codes.
+        value_scale, value_zero: [T, groups] float16, of the INT4 tier's codes, as :func:`fade_runtime.quant.affine`
+            writes them.
         page_len, page_low, page_row, page_slot: [P] int32: tokens left in a page, how many of them are low, its row,
             and the slot of its first token.
         offset: [T] slot of a token less its page's ``page_slot``, in the smallest integer type that holds it.
@@ -111,6 +112,15 @@ class PackedTokens:
     def key_params(self, pages: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero of the keys' channels in some pages, [p, D] float32."""
         return quant.page_params(self.key_scale[pages], self.key_zero[pages], self.key_reach[pages])
+
+    def value_params(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero of some tokens' values, [..., groups] float32."""
+        return quant.params(self.value_scale[tokens], self.value_zero[tokens])
+
+    @functools.cached_property
+    def wide(self) -> bool:
+        """Whether there are keys or values that float16 cannot describe (:func:`fade_runtime.quant.is_wide`)."""
+        return any(bool(quant.is_wide(each).any()) for each in (self.key_reach[:, :1], self.value_scale))
 
     def token_page(self) -> Tensor:
         """[T] int64: the page of each token."""

@@ -3,6 +3,10 @@
 A body token is stored after a Hadamard rotation over the head dim, asymmetrically in 2, 4 or 8 bits: keys share a
 scale per channel over a page of up to 64 kept tokens, values share a scale per token over groups of channels. The
 scales and zeros of a page's channels are stored in 8 bits themselves.
+
+Parameters (scale and zero of a value's group; largest scale, least zero and spread of zeros of a page) are float16.
+Those of a group or page that float16 cannot describe are bfloat16, which reaches as far as float32: the sign bit of the
+scale, which has no sign, says so. Numbers up to :data:`LARGEST` can be stored.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ PAGE, PAGE_TOKENS = 64, 32  # kept tokens that share a key scale: at most, and u
 GROUP = 64  # channels of a value that share a scale, at most
 LEVELS = {bits: (1 << bits) - 1 for bits in (2, 4, 8)}
 PARAMS = torch.float16  # scales and zeros of values, and what those of a page's channels are relative to
+LARGEST = 2.0**110  # of a key or value: rotated and multiplied by levels it stays in the range of float32
 
 
 @functools.lru_cache(maxsize=32)
@@ -97,14 +102,79 @@ def middle(bits: int, fewer: int) -> tuple[int, float]:
 
 
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero of groups that span ``low`` to ``high``: ``x = code * scale + zero``.
+    """Scale and zero of groups that span ``low`` to ``high``: ``x = code * scale + zero`` (:func:`params`).
 
     Returns:
         scale and zero, rounded to :data:`PARAMS`; a group of equal values has the scale 0.
     """
     low, high = _rimmed(low, high, bits)
-    zero = low.to(PARAMS)
-    return ((high - zero.float()).clamp(min=0) / LEVELS[bits]).to(PARAMS), zero
+    wide = _beyond(low, high, high - low, bits)
+    zero = _rounded(low, wide, up=False)
+    scale = _rounded((high - zero).clamp(min=0) / LEVELS[bits], wide, up=True)
+    return _stored(scale, wide, marked=True), _stored(zero, wide)
+
+
+def params(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Read what :func:`affine` wrote: scale and zero in float32.
+
+    Example:
+        >>> low, high = torch.tensor([1.0, 1e6, 1e-9]), torch.tensor([2.0, 2e6, 2e-9])
+        >>> scale, zero = params(*affine(low, high, 4))
+        >>> torch.allclose(zero + 15 * scale, high, rtol=0.01)
+        True
+    """
+    wide = is_wide(scale)
+    return _read(scale, wide, marked=True), _read(zero, wide)
+
+
+def is_wide(scale: Tensor) -> Tensor:
+    """Of which scales (:data:`PARAMS`) the bits are those of bfloat16, as are the numbers beside them.
+
+    Example:
+        >>> is_wide(affine(torch.tensor([1.0, 1e6]), torch.tensor([2.0, 2e6]), 4)[0]).tolist()
+        [False, True]
+    """
+    bits = scale.view(torch.int16)
+    return (bits < 0) & (bits != MARK)  # -0.0 is 0
+
+
+MARK = -0x8000  # the sign bit of 16
+
+
+def _beyond(least: Tensor, most: Tensor, span: Tensor, bits: int) -> Tensor:
+    """Which groups float16 cannot describe: from ``least`` to ``most``, in which no channel spans more than ``span``.
+
+    Beyond half of its range a difference may leave it. Near its smallest numbers, which are multiples of 2^-24, a scale
+    may err by 2^-25 and the last level by :data:`LEVELS` times that. Wide are groups where this is more than half a
+    step, and more than a thousandth of their largest number.
+    """
+    size, error = torch.maximum(least.abs(), most.abs()), LEVELS[bits] * 2.0**-25
+    coarse = (span < 2 * LEVELS[bits] * error) & (size < 1024 * error) & (size > 0)
+    return (size > torch.finfo(PARAMS).max / 2) | coarse
+
+
+def _rounded(x: Tensor, wide: Tensor, up: bool) -> Tensor:
+    """The nearest float16 of x; where ``wide``, the next bfloat16 above or below. In float32."""
+    bits = x.view(torch.int32)
+    away = (x > 0) if up else (x < 0)  # from zero
+    coarse = (bits + away.int() * 0xFFFF) & ~0xFFFF
+    return torch.where(wide, coarse.view(torch.float32), x.to(PARAMS).float())
+
+
+def _stored(x: Tensor, wide: Tensor, marked: bool = False) -> Tensor:
+    """Bits of numbers that :func:`_rounded` returned; ``marked``: they are no less than 0 and say which are wide."""
+    coarse, plain = (x.view(torch.int32) >> 16).to(torch.int16), x.to(PARAMS).view(torch.int16)
+    if marked:
+        coarse, plain = coarse.clamp(min=1) | MARK, plain & ~MARK  # 0 would look like -0.0
+    return torch.where(wide, coarse, plain).view(PARAMS)
+
+
+def _read(x: Tensor, wide: Tensor, marked: bool = False) -> Tensor:
+    """Undo :func:`_stored`, in float32."""
+    coarse = x.view(torch.int16).int()
+    if marked:
+        coarse = coarse & ~MARK
+    return torch.where(wide, (coarse << 16).view(torch.float32), x.float())
 
 
 def _rimmed(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -128,25 +198,35 @@ def page_affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, T
         [[-1.0, 0.0, 2.0], [2.0, 0.0, 2.31]]
     """
     low, high = _rimmed(low, high, bits)
-    least = low.amin(-1, keepdim=True).to(PARAMS)
-    spread = (low.amax(-1, keepdim=True) - least.float()).clamp(min=0).to(PARAMS)
-    zero = _share(low - least.float(), spread).floor().clamp_(0, 255)
-    start = least.float() + zero * (spread.float() / 255)
+    least, top = low.amin(-1, keepdim=True), low.amax(-1, keepdim=True)
+    wide = _beyond(least, high.amax(-1, keepdim=True), (high - low).amax(-1, keepdim=True), bits)
+    least = _rounded(least, wide, up=False)
+    spread = _rounded((top - least).clamp(min=0), wide, up=True)
+    zero = _share(low - least, spread).floor().clamp_(0, 255)
+    start = least + zero * (spread / 255)
     step = (high - start).clamp(min=0) / LEVELS[bits]
-    most = step.amax(-1, keepdim=True).to(PARAMS)
+    most = _rounded(step.amax(-1, keepdim=True), wide, up=True)
     scale = _share(step, most).ceil().clamp_(0, 255)
-    return scale.to(torch.uint8), zero.to(torch.uint8), torch.cat((most, least, spread), dim=-1)
+    reach = _stored(most, wide, marked=True), _stored(least, wide), _stored(spread, wide)
+    return scale.to(torch.uint8), zero.to(torch.uint8), torch.cat(reach, dim=-1)
 
 
 def _share(x: Tensor, whole: Tensor) -> Tensor:
     """Parts of 255 that x is of the whole; 0 of nothing."""
-    return x * 255 / torch.where(whole > 0, whole.float(), torch.inf)
+    return x * 255 / torch.where(whole > 0, whole, torch.inf)
 
 
 def page_params(scale: Tensor, zero: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
     """Read what :func:`page_affine` wrote: scale and zero [P, D] float32."""
-    most, least, spread = reach.float()[..., None].unbind(-2)  # [P, 1] each
+    most, least, spread = read_reach(reach)
     return scale * (most / 255), zero * (spread / 255) + least
+
+
+def read_reach(reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest scale, smallest zero, and largest zero less that, of pages: each [P, 1] float32."""
+    wide = is_wide(reach[:, :1])
+    most, least, spread = reach.split(1, -1)
+    return _read(most, wide, marked=True), _read(least, wide), _read(spread, wide)
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int, group: Tensor | None = None) -> Tensor:
@@ -156,7 +236,6 @@ def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int, group: Tensor | No
         x: numbers. scale, zero: broadcast to them, or, with ``group``, [groups, D] where it says the group of each [T].
         bits: of a code.
     """
-    scale, zero = scale.float(), zero.float()
     step = torch.where(scale > 0, scale, 1.0)
     if group is not None:
         step, zero = step[group], zero[group]
@@ -182,13 +261,15 @@ def quantise_values(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     Example:
         >>> x = torch.randn(5, 64)
         >>> codes, scale, zero = quantise_values(x, 4)
-        >>> back = unpack(codes, 4) * scale.float() + zero.float()
+        >>> scale, zero = params(scale, zero)
+        >>> back = unpack(codes, 4) * scale + zero
         >>> bool((back - x).abs().max() <= 0.51 * scale.max())
         True
     """
     grouped = x.unflatten(-1, (value_groups(x.shape[-1]), -1))  # [T, groups, D / groups]
     scale, zero = affine(grouped.amin(-1), grouped.amax(-1), bits)
-    codes = encode(grouped, scale[..., None], zero[..., None], bits)
+    by, rest = params(scale, zero)
+    codes = encode(grouped, by[..., None], rest[..., None], bits)
     return pack(codes.flatten(-2), bits), scale, zero
 
 

@@ -28,7 +28,8 @@ from predictor.errors import FadeError
 from predictor.provenance import check_provenance, model_provenance
 from predictor.sealed import Sealed
 
-VERSION = 3  # 2 had key scales in 16 bits; 1 read low codes as levels that end at both ends of their range
+VERSION = 4  # 3 knew parameters in float16 alone, and is read as it is
+OLDEST = 3  # 2 had key scales in 16 bits; 1 read low codes as levels that end at both ends of their range
 TENSORS, FACTS = "session.safetensors", "session.json"
 NAMED = ("tokenizer", "assistant", "spill_dir")  # options that are stored by where they were loaded from
 SESSION = Sealed(
@@ -36,7 +37,7 @@ SESSION = Sealed(
     FACTS,
     TENSORS,
     version=VERSION,
-    oldest=VERSION,
+    oldest=OLDEST,
     sealed_since=1,
     remedy="write it again",
     absent="write one with save_session, or check the path",

@@ -69,7 +69,7 @@ def _stored(part: Part, queries: int) -> tuple[Tensor, _Tokens]:
     codes = [reference._Unpacked(packed, name)(every, torch.float64) for name in ("key", "value")]
     scale, zero = (each[packed.token_page()].double() for each in packed.key_params(every))
     wide = codes[1].shape[1] // packed.value_scale.shape[1]
-    by, rest = (each.double().repeat_interleave(wide, 1) for each in (packed.value_scale, packed.value_zero))
+    by, rest = (each.double().repeat_interleave(wide, 1) for each in packed.value_params(every))
     bias = codes[0].new_zeros(len(packed), queries) if part.bias is None else part.bias.double()
     return packed.token_row(), _Tokens((codes[0] * scale, zero), (codes[1] * by, rest), bias)
 

@@ -85,6 +85,16 @@ inlined float total(vec v) {
     return sums(all, all, all, all)[0];
 }
 
+/* A scale says with its sign bit that it and what stands beside it are bfloat16, where float16 does not reach. */
+inlined int is_wide(uint16_t scale) { return scale > 0x8000; }
+
+inlined float from_wide(uint16_t bits) {
+    const uint32_t whole = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &whole, sizeof x);
+    return x;
+}
+
 /* Float16 to float32; no infinities, no NaN. */
 static void to_float(const uint16_t *restrict from, int64_t count, float *restrict to) {
     int64_t i = 0;

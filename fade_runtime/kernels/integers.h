@@ -44,7 +44,7 @@ inlined float to_bytes(const float *from, const int count, int64_t stride, int64
         for (int q = 0; q < count; q++)
             top[q] = _mm512_max_ps(top[q], _mm512_abs_ps(_mm512_maskz_loadu_ps(below(n - i), from + q * stride + i)));
     const __m512 all = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
-    const float largest = _mm512_reduce_max_ps(all), some = largest > 1e-30f ? largest : INFINITY;
+    const float largest = _mm512_reduce_max_ps(all), some = largest > 3e-32f ? largest : INFINITY;
     const __m512 scale = _mm512_set1_ps(LARGEST / some);
     for (int64_t i = 0; i < n; i += 16)
         for (int q = 0; q < count; q++) {

@@ -16,7 +16,7 @@ typedef struct {
     const int32_t *page_len, *page_low, *page_row;
     const uint8_t *key_codes, *value_codes, *low_key_codes, *low_value_codes;
     const uint8_t *key_scale, *key_zero;
-    const uint16_t *key_reach, *value_scale, *value_zero; /* float16 */
+    const uint16_t *key_reach, *value_scale, *value_zero; /* float16, or bfloat16 where wide */
     const float *bias;              /* [tokens, queries], or NULL */
     float *mass;                    /* [tokens]; written if there are weights */
 } packed;
@@ -101,6 +101,12 @@ static void full_piece(const call *c, const piece *p, float *probs) {
     }
 }
 
+/* Largest scale, least zero and spread of a page. */
+static void read_reach(const uint16_t *from, float *reach) {
+    to_float(from, 3, reach);
+    if (is_wide(from[0])) reach[0] = -from_wide(from[0]), reach[1] = from_wide(from[1]), reach[2] = from_wide(from[2]);
+}
+
 /* Scores of a page under up to BLOCK queries; scratch: 2 + 2 * BLOCK + PAGE head dims. */
 static void page_scores(const packed *part, int64_t dim, const float *query, int count, int64_t page, int64_t high,
                         int64_t low, float *scratch, float *line, int64_t stride) {
@@ -109,7 +115,7 @@ static void page_scores(const packed *part, int64_t dim, const float *query, int
     float *tile = low_folded + BLOCK * dim, reach[3];
     const int bits = (int)part->key_bits, low_bits = (int)part->low_key_bits;
     const float step = step_of(bits, low_bits), rest = (step - 1) / 2;
-    to_float(part->key_reach + page * 3, 3, reach);
+    read_reach(part->key_reach + page * 3, reach);
     from_bytes(part->key_scale + page * dim, dim, reach[0] / 255.0f, 0.0f, scale);
     from_bytes(part->key_zero + page * dim, dim, reach[2] / 255.0f, reach[1], zero);
     narrow offsets[BLOCK] = {0}, scales[BLOCK] = {0};
@@ -143,6 +149,20 @@ static void by_group(const uint16_t *from, int64_t n, int64_t groups, float *res
     for (int64_t g = 0; g < groups && groups > 2; g++)
         for (int64_t t = 0; t < n; t++) to[g * LINE_OF + t] = scratch[t * groups + g];
     for (int64_t g = 0; g < groups; g++) store(to + g * LINE_OF + n, (vec){0});
+}
+
+/* Scales and zeros of values in that form. */
+static void value_params(const uint16_t *scales, const uint16_t *zeros, int64_t n, int64_t groups, float *scratch,
+                         float *scale, float *zero) {
+    int any = 0;
+    by_group(scales, n, groups, scratch, scale);
+    by_group(zeros, n, groups, scratch, zero);
+    for (int64_t i = 0; i < n * groups; i++) any |= is_wide(scales[i]);
+    for (int64_t i = 0; i < n * groups && any; i++)
+        if (is_wide(scales[i])) {
+            scale[i % groups * LINE_OF + i / groups] = -from_wide(scales[i]);
+            zero[i % groups * LINE_OF + i / groups] = from_wide(zeros[i]);
+        }
 }
 
 typedef struct {
@@ -248,8 +268,8 @@ static void packed_piece(const call *c, const float *rotated, const piece *p, fl
     float *scale = scratch, *zero = scale + groups * LINE_OF, *zeros = zero + groups * LINE_OF;
     float *weight = zeros + queries * groups * LANES, *tile = weight + groups * BLOCK * LINE_OF;
     memset(zeros, 0, sizeof(float) * (size_t)(weight - zeros));
-    by_group(part->value_scale + p->first * groups, p->tokens, groups, tile, scale);
-    by_group(part->value_zero + p->first * groups, p->tokens, groups, tile, zero);
+    value_params(part->value_scale + p->first * groups, part->value_zero + p->first * groups, p->tokens, groups, tile,
+                 scale, zero);
     for (int64_t q = 0; q < queries; q += BLOCK) {
         const weighed w = {probs + q * stride, stride, (int)least(BLOCK, queries - q), scale, zero, weight,
                            zeros + q * groups * LANES};

@@ -137,10 +137,8 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
     for pages, index, real, tokens in _page_chunks(packed):
         chosen = tokens if index is None else index
         weights, scale, zero = (
-            t[chosen].to(probs.dtype).unflatten(0, real.shape)
-            if index is None
-            else t[chosen].to(probs.dtype)
-            for t in (probs, packed.value_scale, packed.value_zero)
+            each.to(probs.dtype).unflatten(0, real.shape) if index is None else each.to(probs.dtype)
+            for each in (probs[chosen], *packed.value_params(chosen))
         )
         if index is not None:
             weights = weights * real[..., None]
@@ -222,6 +220,10 @@ def attend(
         >>> torch.allclose(out, torch.ones(1, 2, 16), atol=1e-3)  # a mean of equal values
         True
     """
+    if query.dtype != torch.float32 and any(isinstance(p.tokens, PackedTokens) and p.tokens.wide for p in parts):
+        given = parts, weights, bias, softcap, into, decay
+        out, full_mass, masses = attend(query.float(), key.float(), value.float(), *given)
+        return out.to(query.dtype), full_mass, masses
     scores = _finish((query @ key.transpose(1, 2)).float(), bias, softcap)  # [R, Q, n]
     bodies = [_finish(part_scores(query, part).float(), part.bias, softcap) for part in parts]  # [T, Q] each
     owners = [part.tokens.token_row() for part in parts]
@@ -285,7 +287,8 @@ def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """Keys and values of all packed tokens, rotated back: each [T, D]. For checks and for foreign attention."""
     every = slice(0, len(packed))
     values = _Unpacked(packed, "value")(every, torch.float32).unflatten(-1, (packed.value_scale.shape[1], -1))
-    values = values * packed.value_scale.float()[..., None] + packed.value_zero.float()[..., None]
+    scale, zero = packed.value_params(every)
+    values = values * scale[..., None] + zero[..., None]
     return _packed_keys(packed)(every).to(dtype), quant.hadamard(values.flatten(-2)).to(dtype)
 
 

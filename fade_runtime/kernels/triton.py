@@ -40,10 +40,10 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Same as :func:`fade_runtime.kernels.reference.attend`, in Triton.
 
-    Product quantisation, values of another width than keys, and head dims above 256, or above 128 where keys are
-    rotated when they are read, go to the reference, with all parts beside. Many queries, that is a prompt that follows
-    an earlier one, go to SDPA over the layer's dequantised tokens where the launch table says that this is faster; no
-    copy of them outlives the call.
+    Product quantisation, values of another width than keys, head dims above 256, or above 128 where keys are rotated
+    when they are read, and numbers that float16 cannot describe go to the reference, with all parts beside. Many
+    queries, that is a prompt that follows an earlier one, go to SDPA over the layer's dequantised tokens where the
+    launch table says that this is faster; no copy of them outlives the call.
     """
     if not parts or not all(_fits(part, query.shape[2]) for part in parts):
         return reference.attend(query, key, value, parts, weights, bias, softcap, into, decay)
@@ -129,9 +129,9 @@ def _mass(scores: Tensor, weights: Tensor, row_of: Tensor, top: Tensor, total: T
 
 
 def _fits(part: Part, dim: int) -> bool:
-    """Whether tokens are packed, values as wide as keys, and a tile of them no larger than a program can hold."""
+    """Whether tokens are packed, in float16 alone, values as wide as keys, and a tile of them fits into a program."""
     packed = part.tokens
-    if not isinstance(packed, PackedTokens):
+    if not isinstance(packed, PackedTokens) or packed.wide:
         return False
     same = packed.value_codes.shape[1] * packed.bits.key == packed.key_codes.shape[1] * packed.bits.value
     return same and dim <= (WIDEST if part.table is None else WIDEST_TURNED)

@@ -51,41 +51,77 @@ def rimmed(low, high, levels: tl.constexpr):
 
 
 @triton.jit
+def beyond(least, most, span, levels: tl.constexpr):
+    """Which groups float16 cannot describe: see :func:`fade_runtime.quant._beyond`."""
+    size, error = tl.maximum(tl.abs(least), tl.abs(most)), levels * 0.5**25
+    coarse = (span < 2 * levels * error) & (size < 1024 * error) & (size > 0)
+    return (size > 65504 / 2) | coarse
+
+
+@triton.jit
+def rounded(x, wide, up: tl.constexpr):
+    """The nearest float16; where ``wide``, the next bfloat16: see :func:`fade_runtime.quant._rounded`."""
+    bits = x.to(tl.int32, bitcast=True)
+    if up:
+        away = x > 0
+    else:
+        away = x < 0
+    coarse = ((bits + away.to(tl.int32) * 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    return tl.where(wide, coarse, x.to(tl.float16).to(tl.float32))
+
+
+@triton.jit
+def stored(x, wide, marked: tl.constexpr):
+    """Bits of what :func:`rounded` returned, as float16: see :func:`fade_runtime.quant._stored`."""
+    coarse = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    plain = x.to(tl.float16).to(tl.int16, bitcast=True)
+    if marked:
+        coarse, plain = tl.maximum(coarse, 1) | -0x8000, plain & 0x7FFF
+    return tl.where(wide, coarse, plain).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def affine(low, high, levels: tl.constexpr):
-    """Scale and zero of groups that span ``low`` to ``high``, in float16: see :func:`fade_runtime.quant.affine`."""
+    """Scale and zero of groups that span ``low`` to ``high``, and what is wide: :func:`fade_runtime.quant.affine`."""
     low, high = rimmed(low, high, levels)
-    zero = low.to(tl.float16)
-    scale = tl.div_rn(tl.maximum(high - zero.to(tl.float32), 0.0), levels * 1.0).to(tl.float16)
-    return scale, zero
+    wide = beyond(low, high, high - low, levels)
+    zero = rounded(low, wide, False)
+    scale = rounded(tl.div_rn(tl.maximum(high - zero, 0.0), levels * 1.0), wide, True)
+    return scale, zero, wide
 
 
 @triton.jit
 def share(x, whole):
     """Parts of 255 that x is of the whole; 0 of nothing."""
-    return tl.div_rn(x * 255.0, tl.where(whole > 0, whole.to(tl.float32), float("inf")))
+    return tl.div_rn(x * 255.0, tl.where(whole > 0, whole, float("inf")))
 
 
 @triton.jit
 def page_affine(low, high, real, levels: tl.constexpr):
-    """Bytes of scale and zero of ``real`` channels [tile], and reach: see :func:`fade_runtime.quant.page_affine`."""
+    """Bytes of scale and zero of ``real`` channels [tile], reach, and whether it is wide.
+
+    See :func:`fade_runtime.quant.page_affine`.
+    """
     low, high = rimmed(low, high, levels)  # lines become [1], not numbers, which triton 3.6 cannot compile for sm_100
-    least = tl.min(tl.where(real, low, float("inf"))[None, :], axis=1).to(tl.float16)
-    spread = tl.max(tl.where(real, low, float("-inf"))[None, :], axis=1) - least.to(tl.float32)
-    spread = tl.maximum(spread, 0.0).to(tl.float16)
-    zero = tl.floor(share(low - least.to(tl.float32), spread))
+    least = tl.min(tl.where(real, low, float("inf"))[None, :], axis=1)
+    top = tl.max(tl.where(real, low, float("-inf"))[None, :], axis=1)
+    largest = tl.max(tl.where(real, high, float("-inf"))[None, :], axis=1)
+    wide = beyond(least, largest, tl.max(tl.where(real, high - low, 0.0)[None, :], axis=1), levels)
+    least = rounded(least, wide, False)
+    spread = rounded(tl.maximum(top - least, 0.0), wide, True)
+    zero = tl.floor(share(low - least, spread))
     zero = tl.minimum(tl.maximum(zero, 0.0), 255.0)
-    start = least.to(tl.float32) + zero * tl.div_rn(spread.to(tl.float32), 255.0)
+    start = least + zero * tl.div_rn(spread, 255.0)
     step = tl.div_rn(tl.maximum(high - start, 0.0), levels * 1.0)
-    most = tl.max(tl.where(real, step, 0.0)[None, :], axis=1).to(tl.float16)
+    most = rounded(tl.max(tl.where(real, step, 0.0)[None, :], axis=1), wide, True)
     scale = tl.minimum(tl.maximum(tl.ceil(share(step, most)), 0.0), 255.0)
-    return scale, zero, most, least, spread
+    return scale, zero, most, least, spread, wide
 
 
 @triton.jit
 def store_codes(to, x, scale, zero, first, there, dim: tl.constexpr, bits: tl.constexpr, levels: tl.constexpr):
     """Quantise x [64, tile] under ``scale`` and ``zero`` of its shape, and store packed rows."""
-    scale = scale.to(tl.float32)
-    steps = tl.div_rn(x - zero.to(tl.float32), tl.where(scale > 0, scale, 1.0))
+    steps = tl.div_rn(x - zero, tl.where(scale > 0, scale, 1.0))
     steps = tl.minimum(tl.maximum(steps, 0.0), levels * 1.0)
     codes = ((steps + 8388608.0) - 8388608.0).to(tl.int32)  # the nearest, of two the even one
     stride: tl.constexpr = dim * bits // 8
@@ -127,14 +163,14 @@ def pack_keys_kernel(
     low = tl.min(tl.where(there[:, None], x, float("inf")), axis=0)
     high = tl.max(tl.where(there[:, None], x, float("-inf")), axis=0)
     channel = tl.arange(0, tile)
-    scale, zero, most, least, spread = page_affine(low, high, channel < dim, levels)
+    scale, zero, most, least, spread, wide = page_affine(low, high, channel < dim, levels)
     where = page.to(tl.int64) * dim + channel
     tl.store(scales + where, scale.to(tl.uint8), mask=channel < dim)
     tl.store(zeros + where, zero.to(tl.uint8), mask=channel < dim)
     reach += page * 3 + tl.arange(0, 1)
-    tl.store(reach, most)
-    tl.store(reach + 1, least)
-    tl.store(reach + 2, spread)
+    tl.store(reach, stored(most, wide, True))
+    tl.store(reach + 1, stored(least, wide, False))
+    tl.store(reach + 2, stored(spread, wide, False))
     unit, least, zero_unit = units(most, least, spread)
     scale, zero = scale * unit, zero * zero_unit + least
     scale, zero = tl.broadcast_to(scale[None, :], (PAGE, tile)), tl.broadcast_to(zero[None, :], (PAGE, tile))
@@ -161,14 +197,14 @@ def pack_values_kernel(
     there = steps < tokens - first
     x = load_tokens(value, first, there, dim, tile, power)
     group = (tl.arange(0, tile) // (dim // groups))[None, :]
-    all_scales, all_zeros = tl.zeros((PAGE, tile), tl.float16), tl.zeros((PAGE, tile), tl.float16)
+    all_scales, all_zeros = tl.zeros((PAGE, tile), tl.float32), tl.zeros((PAGE, tile), tl.float32)
     for g in tl.static_range(groups):
         low = tl.min(tl.where(group == g, x, float("inf")), axis=1)
         high = tl.max(tl.where(group == g, x, float("-inf")), axis=1)
-        scale, zero = affine(low, high, levels)
+        scale, zero, wide = affine(low, high, levels)
         where = (first + steps).to(tl.int64) * groups + g
-        tl.store(scales + where, scale, mask=there)
-        tl.store(zeros + where, zero, mask=there)
+        tl.store(scales + where, stored(scale, wide, True), mask=there)
+        tl.store(zeros + where, stored(zero, wide, False), mask=there)
         all_scales = tl.where(group == g, scale[:, None], all_scales)
         all_zeros = tl.where(group == g, zero[:, None], all_zeros)
     store_codes(codes, x, all_scales, all_zeros, first, there, dim, bits, levels)
@@ -259,7 +295,7 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quanti
 
 
 def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Same as :func:`fade_runtime.kernels.reference.dequantise`, in Triton: keys and values [T, D]."""
+    """Same as :func:`fade_runtime.kernels.reference.dequantise`, in Triton: keys and values [T, D]; none are wide."""
     starts, bits = (_starts(packed.page_len), _starts(packed.page_low)), packed.bits
     outs = []
     for name, high, low, groups in (

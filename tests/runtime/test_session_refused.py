@@ -238,4 +238,4 @@ def test_another_format_is_named(written: tuple[Path, TieredCache, dict[str, Any
     for version, remedy in ((99, "upgrade fade-predictor"), (2, "use the release that wrote it")):
         facts = {**json.loads((path / FACTS).read_text()), "version": version}
         other = damaged_copy(path, FACTS, json.dumps(facts).encode())
-        assert_refused(other, *receiver, match=f"has format {version}, this release reads 3; {remedy}")
+        assert_refused(other, *receiver, match=f"has format {version}, this release reads 3 to 4; {remedy}")

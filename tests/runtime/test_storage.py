@@ -70,8 +70,9 @@ def test_levels_of_a_page_reach_its_extremes_and_little_further(bits: int, seed:
     stored = quant.page_affine(low, high, bits)
     assert [t.dtype for t in stored] == [torch.uint8, torch.uint8, torch.float16]
     scale, zero = quant.page_params(*stored)
-    top, least, spread = stored[2].float()[..., None].unbind(1)
-    rounding = 2**-10 * (top * quant.LEVELS[bits] + least.abs() + spread) + 2**-20  # of float16
+    top, least, spread = quant.read_reach(stored[2])
+    relative = torch.where(quant.is_wide(stored[2][:, :1]), 2**-7, 2**-10)  # of bfloat16, of float16
+    rounding = relative * (top * quant.LEVELS[bits] + least.abs() + spread) + 2**-20
     first, last = (zero + scale * level for level in ((7.5, 247.5) if bits == 8 else (0, quant.LEVELS[bits])))
     unit = spread / 255 + top * quant.LEVELS[bits] / 255  # of a zero, and of what a scale reaches
     for inside in (first <= low + rounding, last >= high - rounding):

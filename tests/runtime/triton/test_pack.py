@@ -6,10 +6,37 @@ import pytest
 import torch
 
 from fade_runtime import packed as plain
+from fade_runtime import quant
 from fade_runtime.kernels import reference, triton_pack
 from fade_runtime.packed import Bits, pack_tokens
 
 SHAPES = [(64, [70, 0, 3]), (96, [1]), (128, [64, 63]), (256, [17]), (80, [65]), (16, [200])]
+
+
+@pytest.mark.parametrize("bits", [(4, 4, 4, 2), (8, 2, 4, 2), (2, 8, 2, 4)], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e-7, 1e5, 1e30])
+def test_numbers_that_float16_cannot_describe_are_packed_as_in_plain_torch(size: float, bits: tuple[int, ...]) -> None:
+    torch.manual_seed(3)
+    rows = torch.arange(2).repeat_interleave(torch.tensor([70, 30]))
+    key, value = torch.randn(2, 100, 64)
+    key *= size
+    value[::2] *= size
+    stored = pack_tokens(key, value, rows, torch.arange(100), None, bits=Bits(*bits))
+    ours = triton_pack.quantise(key, value, stored.page_len, Bits(*bits))
+    theirs = plain.quantise(key, value, stored.page_len, Bits(*bits))
+    for wide in (ours[3][:, :1], ours[5]):
+        assert bool(quant.is_wide(wide).any())
+    assert torch.equal(quant.is_wide(ours[5]), quant.is_wide(theirs[5]))
+    read = [
+        (quant.page_params(*each[1:4]), quant.params(*each[5:7]), (each[0].float(), each[4].float()))
+        for each in (ours, theirs)
+    ]
+    (keys, values, codes), (other_keys, other_values, other_codes) = read
+    for mine, other in zip((*keys, *values), (*other_keys, *other_values), strict=True):
+        most = other.abs().amax(-1, keepdim=True)  # sums in another order may round the other way
+        assert bool(((mine - other).abs() <= 0.02 * most).all())
+    for mine, other in zip(codes, other_codes, strict=True):
+        assert float((mine != other).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("bits", [(4, 4, 4, 2), (8, 2, 4, 2), (2, 8, 2, 4)], ids=str)
