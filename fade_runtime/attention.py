@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fade_runtime import gradients
+from fade_runtime.kernels import reference
 from fade_runtime.kernels.pick import pick_kernel
 from fade_runtime.kernels.reference import Part
 
@@ -114,7 +116,7 @@ def _at_once(
     share = None if weights is None else _shares(weights, groups)
     grouped = (query * scaling).reshape(rows, groups * steps, dim)
     held = [state.view(rows, -1) if state.ndim > 1 else state for state in into]
-    kernel = pick_kernel(query.device)
+    kernel = reference.attend if gradients.needed(grouped, key, value) else pick_kernel(query.device)
     out, mass, masses = kernel(grouped, key, value, biased, share, bias, softcap, held, decay)
     out = out.view(batch, query_heads, steps, -1)
     return out, None if mass is None else mass.view(batch, heads, -1), masses

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fade_runtime import hf, redecode
+from fade_runtime import attach, hf, redecode
 from fade_runtime.config import FadeConfig
 from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
@@ -54,12 +55,15 @@ class TieredCache(Cache):
         text: SeenText | None = None,
         memory: MemoryController | None = None,
         guard: Guard | None = None,
+        holds: Sequence[attach.Hold] = (),
+        wrapper: nn.Module | None = None,
     ) -> None:
         super().__init__(layers=layers)
         self.config, self.policy, self.codebook, self.text = config, policy, codebook, text
         self.memory, self.guard = memory, guard
-        self._model = weakref.ref(model)
-        self._listener = None if text is None else hf.listen(model)  # a hook, gone with the last cache that needs it
+        self._model, self._wrapper = weakref.ref(model), weakref.ref(model if wrapper is None else wrapper)
+        self._holds = list(holds)  # on what is changed in the model, which goes with the last cache that holds it
+        self.shadow = None if config.shadow_every is None else Shadow(config.shadow_every)
 
     @property
     def model(self) -> nn.Module:
@@ -73,6 +77,24 @@ class TieredCache(Cache):
             raise FadeError("this cache's model is gone; keep it while you use the cache")
         return model
 
+    def attach(self) -> None:
+        """Change the model for this cache again, after :meth:`detach` or after somebody else changed its attention."""
+        self._holds = _attached(self.model, self.config, self.text is not None, self._wrapper() or self.model)
+
+    def detach(self) -> None:
+        """Let go of the model: when no other cache holds it either, its attention is what it was before, at once.
+
+        It happens by itself when the cache goes, and at the end of ``with create_tiered_cache(...) as cache``.
+        """
+        self._holds = []
+
+    def __enter__(self) -> TieredCache:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.detach()
+
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
@@ -94,6 +116,13 @@ class TieredCache(Cache):
         """Take in the token ids [B, Q] of the next call; a call of the model does so by itself."""
         if self.text is not None:
             self.text.note(ids, self.get_seq_length())
+        if self.shadow is not None:
+            self.shadow.begin()
+
+    def note_output(self, given: dict[str, Any], output: Any) -> None:
+        """See what came out of the call, whose keyword arguments were ``given``; a call of the model shows it."""
+        if self.shadow is not None:
+            self.shadow.look(self, given, output)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch (beam search)."""
@@ -246,12 +275,17 @@ def stored_bytes(*tensors: Tensor) -> int:
     return sum(storages.values())
 
 
-def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> TieredCache:
+def create_tiered_cache(
+    model: nn.Module, config: FadeConfig | Mapping[str, Any] | str | None = None
+) -> TieredCache:
     """Make a cache for a Hugging Face causal language model and switch the model to the "fade" attention.
 
+    The model is as before when the last of its caches is gone, or has been left by ``with`` or ``cache.detach()``.
+
     Args:
-        model: the model that will fill it. Calls without this cache go on as before (plain SDPA).
-        config: :class:`FadeConfig`; ``FadeConfig.safe()`` if None.
+        model: the model that will fill it, or a module that wraps one (adapters, `torch.compile`). Calls without this
+            cache go on as before.
+        config: :class:`FadeConfig`, its options in a dict, or "safe", "balanced" or "aggressive"; None: "safe".
 
     Raises:
         FadeError: an architecture that cannot be tiered, or a predictor that is missing, damaged or of another model.
@@ -268,21 +302,19 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
         >>> cache.get_seq_length(), cache.memory_report()["tokens"]
         (67, {'FP16': 30, 'INT4': 32, 'INT2': 0, 'PQ': 0, 'EVICTED': 72})
     """
-    config = FadeConfig.safe() if config is None else config
+    config, wrapper, model = FadeConfig.of(config), model, hf.language_model(model)
     policy = POLICIES[config.eviction_policy](config)
     if policy.predictor is not None:
         policy.predictor.check(model, strict=config.strict)
         of_cache = [index for index, layer in enumerate(hf.stock_layers(hf.text_config(model))) if hf.can_tier(layer)]
         policy.check(layers=max(of_cache, default=-1) + 1, kv_heads=hf.geometry(hf.text_config(model))[0])
     seen = _seen_text(model, config, policy)
-    hf.attach(model)
+    holds = _attached(model, config, seen is not None, wrapper)
     text, codebook = hf.text_config(model), _codebook(model, config)
     rotary, sharers, stock = find_rotary(model), hf.sharers(text), hf.stock_layers(text)
     tiered = sum(map(hf.can_tier, stock))
     memory = None if config.memory is None else _controller(model, config, policy, seen, tiered)
     guard = None if config.guard == "off" else Guard(config, tiered, memory)
-    if config.on_rollback == "redecode":
-        redecode.attach(model, all(map(hf.can_tier, stock)))
     layers = [
         TieredLayer(
             config,
@@ -300,10 +332,17 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | None = None) -> T
         else layer
         for index, layer in enumerate(stock)
     ]
-    cache = TieredCache(layers, config, policy, model, codebook, seen, memory, guard)
-    if config.shadow_every is not None:
-        Shadow(model, cache, config.shadow_every)
-    return cache
+    return TieredCache(layers, config, policy, model, codebook, seen, memory, guard, holds, wrapper)
+
+
+def _attached(model: nn.Module, config: FadeConfig, listens: bool, wrapper: nn.Module) -> list[attach.Hold]:
+    """Holds on all that a cache needs of its model, and of what wraps it; that may be the model itself."""
+    holds = attach.attach(model)
+    if config.on_rollback == "redecode":
+        holds.append(redecode.attach(model, all(map(hf.can_tier, hf.stock_layers(hf.text_config(model))))))
+    if listens:
+        holds += [attach.listen(module) for module in {id(each): each for each in (model, wrapper)}.values()]
+    return holds
 
 
 def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fade_runtime.options import TOP_K, check_together, whole
 from fade_runtime.packed import Bits
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from fade_runtime.pq import CodebookSet
     from predictor.bundle import Predictor
 
+PRESETS = ("safe", "balanced", "aggressive")
 CHOICES = {
     "phase": (None, "1a", "1b", "2"),
     "low_tier": ("int2", "pq"),
@@ -154,7 +158,10 @@ class FadeConfig:
     phase: str | None = None
 
     def __post_init__(self) -> None:
-        """Check every option by itself, then together."""
+        """Check every option by itself, then together; numbers of numpy become Python's."""
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), np.generic):
+                object.__setattr__(self, field.name, value.item())
         wholes = ("n_sink", 0), ("recent_window", 1), ("reassign_every", 1), ("assist_tail", 1), ("monitor_every", 1)
         for name, least in wholes:
             value = getattr(self, name)
@@ -212,6 +219,26 @@ class FadeConfig:
         if unknown := sorted(set(options) - known):
             raise FadeError(f"unknown option {', '.join(unknown)}; FadeConfig has {', '.join(sorted(known))}")
         return replace(self, **options)
+
+    @classmethod
+    def of(cls, given: FadeConfig | Mapping[str, Any] | str | None) -> FadeConfig:
+        """The config that is meant by one, by its options, by a preset's name, or by None ("safe").
+
+        Raises:
+            FadeError: no such preset or option.
+
+        Example:
+            >>> FadeConfig.of("safe") == FadeConfig.of({}) == FadeConfig()
+            True
+        """
+        if isinstance(given, FadeConfig):
+            return given
+        if given is None or isinstance(given, Mapping):
+            return cls().with_options(**(given or {}))
+        if given not in PRESETS:
+            raise FadeError(f"config {given!r} is not a FadeConfig, a dict of its options, or {', '.join(PRESETS)}")
+        made: FadeConfig = getattr(cls, given)()
+        return made
 
     @classmethod
     def safe(cls, **options: Any) -> FadeConfig:

@@ -93,6 +93,7 @@ class Guard:
         self.ms = 0.0
         self._told = False
         self.redecode_from: int | None = None
+        self.redecodes = False  # whether somebody acts on it
         if config.guard == "rollback" and self.spill is None:
             warnings.warn(
                 "guard 'rollback' without a spill store cannot bring evicted tokens back, it can only stop evicting; "
@@ -131,6 +132,13 @@ class Guard:
         good = min(watch.good for watch in self.watches)
         if self.config.on_rollback == "redecode" and good < seen and self.redecode_from is None:
             self.redecode_from = good
+            if not self.redecodes:
+                warnings.warn(
+                    "tokens are in doubt and nothing decodes them again; make the cache first, and then call "
+                    "`model.generate`",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def warn(self, layer: int, seen: int, kl: float) -> None:
         """Say once that predictions fail."""

@@ -8,24 +8,29 @@ dict that ``update`` receives (5.24 and newer), and otherwise with the returned 
 from __future__ import annotations
 
 import inspect
-import threading
-import warnings
-import weakref
-from typing import Any, Protocol, runtime_checkable
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fade_runtime import gradients
 from predictor.errors import FadeError
 from predictor.provenance import head_dim
 
+if TYPE_CHECKING:
+    from fade_runtime.layer import TieredLayer
+
 NAME = "fade"
 HANDLE = "fade_layer"
+MASKS = "fade_masks"  # attribute of a mask: the one for tiered layers, and the one for everything else
 # Model types whose attention modules call torch's SDPA themselves instead of a registered attention function.
 CALL_SDPA = {"falcon"}
 # Arguments that reach an attention function and do not change what it computes.
@@ -34,6 +39,7 @@ HARMLESS = {
     "return_dict", "num_items_in_batch", "is_causal", "dropout", "logits_to_keep", "sliding_window", "cache",
     "past_key_values", "return_shared_kv_states",
 }  # fmt: skip
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # newest first
 SWALLOWED_BY_SDPA = {"s_aux"}  # arguments that transformers' SDPA takes and forgets
 SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
 
@@ -55,6 +61,7 @@ class Attending(Protocol):
         scaling: float,
         softcap: float | None = None,
         position_ids: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Attention of the queries [B, Hq, Q, D] that came with the last update: [B, Q, Hq, D]."""
 
@@ -81,11 +88,12 @@ def _sdpa_over_tiers(
 ) -> Tensor:
     """Stand in for ``scaled_dot_product_attention``: [B, Hq, Q, D]."""
     scaling = query.shape[-1] ** -0.5 if scale is None else scale
-    return getattr(key, HANDLE).attend(torch.nn.Module(), query, attn_mask, scaling).transpose(1, 2)
+    layer = getattr(key, HANDLE)
+    return over_tiers(layer, nn.Module(), query, key, value, attn_mask, scaling, dropout=dropout_p).transpose(1, 2)
 
 
 def fade_attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -94,29 +102,101 @@ def fade_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention over a tiered layer, or over the given keys when the call brings none (another cache, or no cache).
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over a tiered layer, or as before when the call brings none (another cache, or no cache).
 
     Returns:
-        output [B, Q, Hq, D] and no weights, as transformers expects.
+        output [B, Q, Hq, D], and the weights if the model's own attention gives them.
 
     Raises:
-        FadeError: an argument that neither understands (attention sinks, a position bias).
+        FadeError: an argument that neither understands (attention sinks, a position bias), or a tiered cache under a
+            name that the model's ``forward`` does not know.
     """
     layer = kwargs.pop(HANDLE, None) or getattr(key, HANDLE, None)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    ours, theirs = getattr(attention_mask, MASKS, (attention_mask, attention_mask))
+    scaled = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layer is not None:
+        _refuse(module, kwargs, lambda name: name not in HARMLESS)
+        more = dict(softcap=softcap, position_ids=kwargs.get("position_ids"), dropout=dropout)
+        return over_tiers(layer, module, query, key, value, ours, scaled, **more), None
+    _refuse_misnamed(module, kwargs)
+    own = _own_attention(module)
+    if own is not None:
+        if softcap is not None:
+            kwargs["softcap"] = softcap
+        return own(module, query, key, value, theirs, dropout=dropout, scaling=scaling, **kwargs)
+    _refuse(module, kwargs, lambda name: name in SWALLOWED_BY_SDPA)
+    return dense_attention(module, query, key, value, theirs, scaled, softcap, dropout, **kwargs), None
+
+
+def _refuse(module: nn.Module, kwargs: dict[str, Any], unknown: Callable[[str], bool]) -> None:
     for name, given in kwargs.items():
-        if given is not None and (name in SWALLOWED_BY_SDPA if layer is None else name not in HARMLESS):
+        if given is not None and unknown(name):
             raise FadeError(
                 f"attention argument {name!r} of {type(module).__name__} is not supported by the tiered cache; "
                 "use transformers' own cache and attention for this model"
             )
-    if layer is None:
-        out = dense_attention(module, query, key, value, attention_mask, scaling, softcap, dropout, **kwargs)
-    else:
-        positions = kwargs.get("position_ids")
-        out = layer.attend(module, query, attention_mask, scaling, softcap=softcap, position_ids=positions)
-    return out, None
+
+
+def _refuse_misnamed(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse a tiered cache that ``forward`` took for any keyword argument, and did not use."""
+    for name in CACHE_NAMES:
+        layers = getattr(kwargs.get(name), "layers", ())
+        index = getattr(module, "layer_idx", None)
+        if index is not None and index < len(layers) and hasattr(layers[index], "attend"):
+            others = " or ".join(repr(other) for other in CACHE_NAMES[:2] if other != name)
+            raise FadeError(f"this model's forward does not know the argument {name!r}; give the cache as {others}")
+
+
+def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The attention function that a module had before caches came; None: SDPA."""
+    name = getattr(implementation_of(getattr(module, "config", None)), "before", None)
+    if name == "eager":
+        return getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    return None if name in (None, "sdpa", NAME) else ALL_ATTENTION_FUNCTIONS.get(name)
+
+
+@torch.compiler.disable
+def over_tiers(
+    layer: Attending,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **more: Any,
+) -> Tensor:
+    """:meth:`Attending.attend` outside of compiled graphs, under autocast as SDPA, and with gradients: [B, Q, Hq, D].
+
+    Args:
+        key, value: [B, H, Q, D] that came with the last update, and have been stored.
+    """
+    if is_autocast(query.device.type):
+        return as_attended(over_tiers, layer, module, query, key, value, mask, scaling, **more)
+    if more.get("dropout") or gradients.needed(query, key, value):
+        return gradients.attend(cast("TieredLayer", layer), module, query, key, value, mask, scaling, **more)
+    return layer.attend(module, query, mask, scaling, **more)
+
+
+def is_autocast(device: str) -> bool:
+    """Whether autocast is on for a type of device, which may know of none."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def as_attended(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call with tensors in the dtype in which SDPA reads them under autocast, and without autocast in what is called.
+
+    Example:
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     as_attended(torch.add, torch.zeros(1), torch.zeros(1).bfloat16()).dtype
+        torch.bfloat16
+    """
+    device = next(each.device.type for each in args if isinstance(each, Tensor))
+    dtype = torch.get_autocast_dtype(device)
+    cast = [each.to(dtype) if isinstance(each, Tensor) and each.dtype != torch.bool else each for each in args]
+    with torch.autocast(device, enabled=False):  # scores, statistics and scales have dtypes of their own
+        return call(*cast, **kwargs)
 
 
 def dense_attention(
@@ -168,11 +248,23 @@ def _softcapped(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float,
     return scores.softmax(-1).to(query.dtype)
 
 
-def fade_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """The mask of SDPA, written out where layers share keys: transformers cuts their queries, and the mask along."""
-    if getattr(config, "num_kv_shared_layers", None):
-        kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, config=config, **kwargs)
+def fade_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+    """The mask of SDPA, written out where layers share keys: transformers cuts their queries, and the mask along.
+
+    Where the model had another attention, or another mask, it is that mask, which brings ours along: calls with other
+    caches are as before, also those during which the model is switched.
+    """
+    before = getattr(implementation_of(config), "before", None)
+    make = sdpa_mask if before in (None, "sdpa", NAME) else ALL_MASK_ATTENTION_FUNCTIONS.get(before)
+    theirs = None if make is None else make(*args, config=config, **kwargs)
+    shares = getattr(config, "num_kv_shared_layers", None)
+    if make is sdpa_mask and not shares:
+        return theirs
+    ours = sdpa_mask(*args, config=config, **{**kwargs, **({"allow_is_causal_skip": False} if shares else {})})
+    mask = ours if theirs is None else theirs
+    if mask is not None:
+        setattr(mask, MASKS, (ours, theirs))
+    return mask
 
 
 def hand_over(layer: Attending, key: Tensor, call: dict[str, Any] | None) -> Tensor:
@@ -188,122 +280,24 @@ def hand_over(layer: Attending, key: Tensor, call: dict[str, Any] | None) -> Ten
     return handed
 
 
-@runtime_checkable
-class Noting(Protocol):
-    """A cache that wants to know the token ids of the calls it comes with."""
-
-    def note_ids(self, ids: Tensor | None) -> None:
-        """Take in the token ids [B, Q] of the call that begins; None: it has embeddings only."""
-
-
-class Listener:
-    """A hook on a model that tells each call's cache the token ids, for as long as somebody holds this.
-
-    The hook knows no cache: it looks for one among the arguments of the very call. Get one by :func:`listen`.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        handle = module.register_forward_pre_hook(_note_ids, with_kwargs=True)
-        weakref.finalize(self, handle.remove).atexit = False
-
-    def __deepcopy__(self, memo: object) -> Listener:
-        """Copies of a cache hold the same."""
-        return self
-
-
-_listeners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Listener]] = weakref.WeakKeyDictionary()
-_listening = threading.Lock()
-
-
-def listen(model: Any) -> Listener:
-    """The model's one hook on its calls; calls of its parts are not heard."""
-    with _listening:
-        there = _listeners.get(model)
-        listener = None if there is None else there()
-        if listener is None:
-            listener = Listener(model)
-            _listeners[model] = weakref.ref(listener)
-        return listener
-
-
-def _note_ids(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for given in (*args, *kwargs.values()):
-        if isinstance(given, Noting):
-            given.note_ids(kwargs.get("input_ids", args[0] if args else None))
-
-
 def is_attached(config: Any) -> bool:
     """Whether the model's attention goes over the tiers now."""
+    return implementation_of(config) == implementation(config)
+
+
+def implementation_of(config: Any) -> str | None:
+    """The attention implementation that a config names."""
+    if torch.compiler.is_compiling():
+        return config._attn_implementation  # type: ignore[no-any-return]
     try:  # asked in each layer of each step: past the attribute map, whose lookups take 12 us
-        given = object.__getattribute__(config, "_attn_implementation_internal")
+        return object.__getattribute__(config, "_attn_implementation_internal")
     except AttributeError:
-        given = config._attn_implementation
-    return given == _implementation(config)
+        return getattr(config, "_attn_implementation", None)
 
 
-def _implementation(config: Any) -> str:
+def implementation(config: Any) -> str:
+    """The attention that a model must have for tiered layers to be asked."""
     return "sdpa" if object.__getattribute__(config, "model_type") in CALL_SDPA else NAME
-
-
-def attach(model: Any) -> None:
-    """Switch a model to the "fade" attention; anything but a tiered cache still runs dense attention there.
-
-    Raises:
-        FadeError: an architecture whose cache cannot be tiered (MLA, attention sinks, recurrent, no attention
-            interface, an encoder).
-    """
-    config = text_config(model)
-    reason = _refusal(model, config)
-    if reason:
-        raise FadeError(f"{config.model_type} {reason}; use transformers' own cache")
-    if not any(map(can_tier, stock_layers(config))):
-        warnings.warn(
-            f"{config.model_type} has no full-attention layer: its sliding-window layers stay transformers' own, "
-            "nothing will be compressed",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    AttentionInterface.register(NAME, fade_attention)
-    AttentionMaskInterface.register(NAME, fade_mask)
-    wanted = _implementation(config)
-    if not is_attached(config):
-        model.set_attn_implementation(wanted)
-    if not is_attached(config):
-        raise FadeError(
-            f"{type(model).__name__} cannot change its attention from {config._attn_implementation!r} to {wanted!r}"
-            + (
-                "; load it with attn_implementation='sdpa'"
-                if wanted == "sdpa"
-                else "; use transformers' own cache"
-            )
-        )
-
-
-def _refusal(model: Any, config: Any) -> str | None:
-    """Why this model's cache cannot be tiered, or None."""
-    if config.is_encoder_decoder:
-        return "has an encoder, and this is a cache for decoders"
-    if getattr(config, "kv_lora_rank", None):
-        return "uses multi-head latent attention (kv_lora_rank), whose cache is already compressed"
-    if any(getattr(module, "sinks", None) is not None for module in model.modules()):
-        return "uses attention sinks (s_aux), which the tiered attention does not support"
-    layers = stock_layers(config)
-    hides_state = getattr(model, "_is_stateful", False) and not _any_of(
-        LinearAttentionCacheLayerMixin, layers
-    )
-    if hides_state or not _any_of(CacheLayerMixin, layers):
-        return "is a recurrent model and keeps a state instead of keys and values"
-    if not any(map(can_tier, layers)) and not any(getattr(layer, "is_sliding", False) for layer in layers):
-        return f"has no full-attention layer but {sorted({type(layer).__name__ for layer in layers})}"
-    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()) and not sum(sharers(config)):
-        return "shares keys and values between layers in an unknown way (kv_sharing_modes)"
-    if sum(sharers(config)) and len({parameter.device for parameter in model.parameters()}) > 1:
-        return "shares keys and values between layers, which is not supported over several devices"
-    return None
-
-
-def _any_of(kind: type, layers: list[Any]) -> bool:
-    return any(isinstance(layer, kind) for layer in layers)
 
 
 def text_config(model: Any) -> Any:
@@ -354,6 +348,40 @@ def forward_kwargs(cache: Any, model: Any) -> dict[str, Any]:
         >>> out.logits.shape
         torch.Size([1, 3, 8])
     """
-    forward = inspect.unwrap(type(model).forward)
-    name = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
-    return {name: cache}
+    return {cache_name(language_model(model)) or "past_key_values": cache}
+
+
+def cache_name(model: Any) -> str | None:
+    """What this model's ``forward`` calls its cache; None: it takes none."""
+    known = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return next((name for name in CACHE_NAMES if name in known), None)
+
+
+def language_model(given: Any) -> Any:
+    """The model of transformers that a module is or wraps (adapters, data parallelism, `torch.compile`).
+
+    Raises:
+        FadeError: there is none in it, or more than one.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> tiny = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16,
+        ...                    vocab_size=8)
+        >>> model = LlamaForCausalLM(tiny)
+        >>> language_model(nn.DataParallel(model)) is model
+        True
+    """
+    if isinstance(given, PreTrainedModel):
+        return given
+    level = [given] if isinstance(given, nn.Module) else []
+    while level:
+        found = {id(module): module for module in level if isinstance(module, PreTrainedModel)}
+        if len(found) > 1:
+            names = sorted(type(module).__name__ for module in found.values())
+            raise FadeError(f"{type(given).__name__} holds several models, {', '.join(names)}; give one of them")
+        if found:
+            return next(iter(found.values()))
+        level = [child for module in level for child in module.children()]
+    raise FadeError(
+        f"{type(given).__name__} neither is a model of transformers nor wraps one; give what from_pretrained returned"
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from fade_runtime import hf
+from fade_runtime import gradients, hf
 from fade_runtime.attention import tiered_attention
 from fade_runtime.checks import check_tokens
 from fade_runtime.config import FadeConfig
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 Observer = Callable[
     ["TieredLayer", float], None
 ]  # called with a layer and the milliseconds its compression took
+
+
+NO_DROPOUT = (
+    "attention dropout is not applied to packed tokens; call model.eval(), set the model's attention dropout to 0, or "
+    "use FadeConfig(compression='off')"
+)
 
 
 class TieredLayer(CacheLayerMixin):
@@ -120,10 +126,13 @@ class TieredLayer(CacheLayerMixin):
         Raises:
             FadeError: another batch size, device or dtype than before, or keys or values that are not finite.
         """
-        check_tokens(self.index, None if self.store is None else self.store.full.key, key_states, value_states)
+        if hf.is_autocast(key_states.device.type):
+            return hf.as_attended(self.update, key_states, value_states, *args, **kwargs)
+        key, value = key_states.detach(), value_states.detach()
+        check_tokens(self.index, None if self.store is None else self.store.full.key, key, value)
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.tokens.append(key_states, value_states)
+            self.lazy_initialization(key, value)
+        self.tokens.append(key, value)
         self._new, self._attended = key_states.shape[2], 0
         call = kwargs.get("kwargs")
         if hf.is_attached(self._config()):
@@ -131,6 +140,8 @@ class TieredLayer(CacheLayerMixin):
         self.positions.take(self.tokens, self._new, (call or {}).get("position_ids"))
         self.positions.newest = None
         key, value = self.materialise()
+        if gradients.needed(key_states, value_states):
+            key, value = gradients.joined(self, key, value, key_states, value_states)
         self._compress_if_due()
         return key, value
 
@@ -199,10 +210,14 @@ class TieredLayer(CacheLayerMixin):
         scaling: float,
         softcap: float | None = None,
         position_ids: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Attention of the queries [B, Hq, Q, D] that belong to the last ``update``: [B, Q, Hq, D].
 
         While nothing has left full precision this is transformers' own SDPA on the same tensors.
+
+        Raises:
+            FadeError: dropout, and something has left full precision.
         """
         store, self._attended = self.tokens, self._attended + 1
         first_call = self._attended == 1  # the layer's own; the others come from layers that share its tokens
@@ -222,7 +237,9 @@ class TieredLayer(CacheLayerMixin):
         out = self._begin(query, scaling, self.seen, softcap is None, mask) if begins else None
         if out is None and not store.compressed:
             key = self.positions.full_key(store)
-            out = hf.dense_attention(module, query, key, store.full.value, mask, scaling, softcap)
+            out = hf.dense_attention(module, query, key, store.full.value, mask, scaling, softcap, dropout)
+        elif dropout:
+            raise FadeError(NO_DROPOUT)
         if not begins and (out is None or (weights is not None and not self._held)):
             tiered = self._tiered(query, mask, scaling, softcap, weights)
             out = tiered.transpose(1, 2) if out is None else out
@@ -346,7 +363,7 @@ class TieredLayer(CacheLayerMixin):
         if store.evicted > sum(map(len, store.back)):
             raise FadeError(
                 f"attention implementation {self._config()._attn_implementation!r} cannot skip evicted tokens; "
-                "set it back to 'fade' or use FadeConfig.safe()"
+                "call cache.attach(), or use FadeConfig.safe()"
             )
         return store.dense(key, self.positions.original)
 

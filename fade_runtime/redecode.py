@@ -7,13 +7,18 @@ is what one call would have given had the tokens come back at that place.
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from fade_runtime.attach import Hold, changing
+from fade_runtime.hf import CACHE_NAMES
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -34,11 +39,14 @@ class _OnRollback(StoppingCriteria):
         return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
 
 
-def attach(model: nn.Module, croppable: bool) -> None:
+def attach(model: nn.Module, croppable: bool) -> Hold:
     """Let ``model.generate`` decode again under a cache that asks for it; under any other it is as ever.
 
     Args:
         model: a causal language model. croppable: whether tokens can be taken out of every layer of its cache.
+
+    Returns:
+        a hold on it; ``generate`` is as before when the last one goes.
 
     Raises:
         FadeError: they cannot.
@@ -48,36 +56,56 @@ def attach(model: nn.Module, croppable: bool) -> None:
             f"on_rollback 'redecode' cannot take tokens out of the recurrent or sliding layers of "
             f"{type(model).__name__}; use on_rollback='continue'"
         )
-    if not isinstance(vars(model).get("generate"), _Generate):
-        vars(model)["generate"] = _Generate(model)
+    with changing():
+        there = vars(model).get("generate")
+        hold = there.hold() if isinstance(there, _Generate) else None
+        if hold is None:
+            hold = Hold(partial(_put_back, weakref.ref(model)))
+            before = there.before if isinstance(there, _Generate) else there
+            vars(model)["generate"] = _Generate(model, before, hold)
+        return hold
+
+
+def _put_back(which: Callable[[], nn.Module | None]) -> None:
+    model = which()
+    there = None if model is None else vars(model).get("generate")
+    if model is None or not isinstance(there, _Generate) or there.hold() is not None:
+        return
+    if there.before is None:
+        vars(model).pop("generate", None)
+    else:
+        vars(model)["generate"] = there.before
 
 
 class _Generate:
-    """``generate`` of one model; it does not keep the model alive, and a copy of the model gets its own."""
+    """``generate`` of one model, which it does not keep alive; a copy or a pickle of the model has the one from before.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    Attributes:
+        before: what somebody else had put in the place of the class's method, or None. hold: gives the hold on this.
+    """
+
+    def __init__(self, model: nn.Module, before: Callable[..., Any] | None, hold: Hold) -> None:
+        self._model, self.before, self.hold = weakref.ref(model), before, weakref.ref(hold)
 
     def __call__(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-        """As the model's class has it, in pieces under a cache that decodes again."""
-        model = self._model()
-        assert model is not None
-        return _generate(model, inputs, *args, **options)
+        """As it was before, in pieces under a cache that decodes again."""
+        model: Any = self._model()
+        plain = partial(type(model).generate, model) if self.before is None else self.before
+        return _generate(plain, model, inputs, *args, **options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
-        model = self._model()
-        assert model is not None
-        return _Generate(memo.get(id(model), model))
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.before is not None:
+            return operator.getitem, ((self.before,), 0)
+        return getattr, (self._model(), "generate")
 
 
-def _generate(model: Any, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-    """``generate`` of the model's class, in pieces under a cache that decodes again."""
+def _generate(plain: Any, model: Any, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+    """``generate`` of a model, in pieces under a cache that decodes again."""
     from fade_runtime.cache import TieredCache
 
-    plain = type(model).generate
-    cache = options.get("past_key_values")
+    cache = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
     if not isinstance(cache, TieredCache) or cache.config.on_rollback != "redecode":
-        return plain(model, inputs, *args, **options)
+        return plain(inputs, *args, **options)
     ids = options.pop("input_ids", None) if inputs is None else inputs
     settings = options.get("generation_config") or model.generation_config
     _check(ids, args, options, settings)
@@ -86,12 +114,13 @@ def _generate(model: Any, inputs: Tensor | None = None, *args: Any, **options: A
     least = given + (options.pop("min_new_tokens", None) or settings.min_new_tokens or 0)
     mask = options.pop("attention_mask", None)
     asked = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or []), _OnRollback(cache)])
+    cache.monitor.redecodes = True
     while True:
         grown = ids.shape[1] - (0 if mask is None else mask.shape[1])
         mask = torch.ones_like(ids) if mask is None else torch.cat((mask, mask.new_ones(1, grown)), dim=1)
         cache.monitor.redecode_from = None
         left: dict[str, int] = {"max_new_tokens": end - ids.shape[1], "min_new_tokens": max(least - ids.shape[1], 0)}
-        out = plain(model, ids, attention_mask=mask, stopping_criteria=asked, **left, **options)
+        out = plain(ids, attention_mask=mask, stopping_criteria=asked, **left, **options)
         ids, more = taken_back(cache, out, given)
         mask = mask[:, : ids.shape[1]]
         if not more or ids.shape[1] >= end:

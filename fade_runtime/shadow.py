@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import time
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from fade_runtime.cache import TieredCache
@@ -45,40 +43,43 @@ def next_token_kl(full: Tensor, ours: Tensor) -> Tensor:
 
 
 class Shadow:
-    """Looks on at the calls of a model, and repeats one in so many of them with everything.
+    """Looks on at the calls that a cache comes with, and repeats one in so many of them with everything.
 
-    It takes the time and memory of a prompt of the whole text; it goes with the cache.
+    It takes the time and memory of a prompt of the whole text.
 
     Args:
-        model: a causal language model. cache: whose calls are looked at; it knows the ids of its tokens.
         every: decode steps between two looks.
     """
 
-    def __init__(self, model: nn.Module, cache: TieredCache, every: int) -> None:
+    def __init__(self, every: int) -> None:
         self.every = every
-        self._cache: Callable[[], TieredCache | None] = weakref.ref(cache)
-        handle = model.register_forward_hook(self._look, with_kwargs=True)
-        weakref.finalize(cache, handle.remove)
+        self._waits = False  # a call has begun whose end was not seen; a wrapper shows each call twice
 
-    def _look(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-        cache = self._cache()
-        if cache is None or not any(each is cache for each in (*args, *given.values())):
-            return
+    def begin(self) -> None:
+        """A call begins."""
+        self._waits = True
+
+    def look(self, cache: TieredCache, given: dict[str, Any], output: Any) -> None:
+        """See what came out of a call, whose arguments were ``given``."""
+        waited, self._waits = self._waits, False
         seen, first = cache.get_seq_length(), cache.tiered[0].prompt
-        if seen == first or (seen - first) % self.every or output.logits.shape[1] != 1:
+        if not waited or seen == first or (seen - first) % self.every:
+            return
+        logits = output.logits if hasattr(output, "logits") else output[0]
+        if logits.shape[1] != 1:
             return
         started = time.perf_counter()
-        text, guard = cache.text, cache.guard
+        model, text, guard = cache.model, cache.text, cache.guard
         assert text is not None
         assert guard is not None
         asked = dict(attention_mask=given.get("attention_mask"), use_cache=False)
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             asked["logits_to_keep"] = 1
         with torch.no_grad():
-            full = model(text.upto(seen).long(), **asked).logits
-        ours = output.logits[:, -1]
-        same = (full[:, -1].argmax(-1) == ours.argmax(-1)).float().mean()
-        kl = float(next_token_kl(full[:, -1], ours).max())
+            full = model(text.upto(seen).long(), **asked).logits[:, -1]
+            ours = logits[:, -1]
+            same = (full.argmax(-1) == ours.argmax(-1)).float().mean()
+            kl = float(next_token_kl(full, ours).max())
         event = ShadowEvent(time.time(), seen, kl, float(same), 1e3 * (time.perf_counter() - started))
         guard.shadowed = event
         if guard.observer is not None:

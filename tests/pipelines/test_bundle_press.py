@@ -186,8 +186,7 @@ def test_bad_input_is_named(
     with pytest.warns(UserWarning, match="leaves fewer than sinks and window, which stay: 68"):
         cache = pressed(model, BundlePress(predictor, 0.9, head_budgets=False), tokens)
     assert cache.layers[0].keys.shape[2] == 68
-    create_tiered_cache(model)
-    with pytest.raises(FadeError, match="under attention 'fade'; call model.set_attn_implementation"):
+    with create_tiered_cache(model), pytest.raises(FadeError, match="under attention 'fade'; call model.set_attn_impl"):
         pressed(model, BundlePress(predictor, 0.5), tokens)
 
 

@@ -206,8 +206,9 @@ def test_other_caches_are_served_as_before(family: str) -> None:
     """A stock cache and no cache at all, after the model was switched to the tiered attention."""
     model, ids = _stock(family), _prompt(2, 40)
     before = _decode(model, ids, 36, DynamicCache(config=model.config)), model(ids).logits
-    _cache(model, PACKED)
+    cache = _cache(model, PACKED)
     assert is_attached(model.config)
     after = _decode(model, ids, 36, DynamicCache(config=model.config)), model(ids).logits
     for ours, stock in zip(after, before, strict=True):
-        torch.testing.assert_close(ours, stock, atol=1e-4, rtol=0)
+        assert torch.equal(ours, stock)
+    assert cache.get_seq_length() == 0

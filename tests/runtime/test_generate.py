@@ -231,8 +231,9 @@ def test_a_cache_does_not_outlive_its_last_reference(model: Any) -> None:
 def test_calls_without_the_cache_are_untouched(model: Any) -> None:
     ids = _prompt(2, 33)
     before = model(ids).logits
-    create_tiered_cache(model, LOSSY)
+    cache = create_tiered_cache(model, LOSSY)
     assert torch.equal(model(ids).logits, before)
+    assert cache.get_seq_length() == 0
 
 
 def test_changed_batch_and_mla_are_refused_by_name(model: Any) -> None:

@@ -71,7 +71,7 @@ def test_softcap_and_positions_reach_the_layer() -> None:
     positions = torch.arange(3)[None]
     more = {hf.HANDLE: layer, "position_ids": positions, "use_cache": True}
     hf.fade_attention(nn.Module(), query, query, query, None, scaling=0.5, softcap=50.0, **more)
-    assert layer.asked == [(0.5, {"softcap": 50.0, "position_ids": positions})]
+    assert layer.asked == [(0.5, {"softcap": 50.0, "position_ids": positions, "dropout": 0.0})]
 
 
 @pytest.mark.parametrize("name", ["s_aux", "position_bias", "anything_new"])
@@ -99,7 +99,7 @@ def test_handed_key_is_the_same_memory_and_stands_in_for_sdpa() -> None:
     query = torch.randn(1, 2, 3, 4)
     out = nn.functional.scaled_dot_product_attention(query, handed, key, is_causal=True)
     assert torch.equal(out, query)
-    assert layer.asked == [(0.5, {})]
+    assert layer.asked == [(0.5, {"dropout": 0.0})]
     assert torch.equal(handed + 1, key + 1)
 
 
@@ -119,7 +119,7 @@ def test_sharing_layers_whose_queries_are_cut_still_see_the_prompt(keep: int) ->
 def test_static_cache_is_served_as_before(family: str) -> None:
     model = FAMILIES[family]()
     ids = torch.randint(3, 250, (2, 30), generator=torch.Generator().manual_seed(0))
-    create_tiered_cache(model)
+    tiered = create_tiered_cache(model)
     results = []
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
         parts = (ids[:, :28], ids[:, 28:29], ids[:, 29:])
@@ -127,6 +127,7 @@ def test_static_cache_is_served_as_before(family: str) -> None:
             torch.cat([model(part, **hf.forward_kwargs(cache, model)).logits for part in parts], 1)
         )
     torch.testing.assert_close(*results, atol=1e-4, rtol=0)
+    assert tiered.get_seq_length() == 0
 
 
 def test_dropout_may_come_by_place_as_kvpress_passes_it() -> None:

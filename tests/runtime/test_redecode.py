@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, TextStreamer
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
+from fade_runtime.hf import forward_kwargs
 from tests.families import FAMILIES
 
 OPTIONS: dict[str, Any] = dict(
@@ -136,19 +137,66 @@ def test_calls_that_cannot_work_are_refused(model: Any, tiny_tokenizer: Any) -> 
 
 
 def test_a_copy_of_the_model_generates_by_itself(model: Any) -> None:
-    create_tiered_cache(model, FadeConfig(**AGAIN))
+    cache = create_tiered_cache(model, FadeConfig(**AGAIN))
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
     ids = prompt(20)
     ours, theirs = (generate(each, ids, DynamicCache(config=model.config), new=3) for each in (model, other))
     assert not torch.equal(ours, theirs)
+    assert cache.get_seq_length() == 0
 
 
 def test_the_model_is_not_kept_alive(tiny_model: Any) -> None:
     model = tiny_model("llama")
-    create_tiered_cache(model, FadeConfig(**AGAIN))
+    cache = create_tiered_cache(model, FadeConfig(**AGAIN))
     alive = weakref.ref(model)
     del model
     gc.collect()
     assert alive() is None
+    assert cache.get_seq_length() == 0
+
+
+def test_the_new_name_of_the_cache_is_heard_too(model: Any) -> None:
+    ids = prompt(200)
+    cache = late(model, steps=13)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(ids, max_new_tokens=40, do_sample=False, **forward_kwargs(cache, model))
+    assert torch.equal(out, generate(model, ids, late(model, steps=13)))
+
+
+def test_a_generate_that_was_looked_up_before_the_cache_was_made_says_that_it_does_not_decode_again(model: Any) -> None:
+    plain = model.generate
+    cache = late(model, steps=13)
+    with pytest.warns(RuntimeWarning, match="in doubt and nothing decodes them again; make the cache first"):
+        plain(prompt(200), max_new_tokens=40, do_sample=False, **forward_kwargs(cache, model))
+
+
+def test_a_generate_that_was_there_before_is_called_and_comes_back(model: Any) -> None:
+    calls: list[int] = []
+
+    def own(*args: Any, **options: Any) -> Any:
+        calls.append(len(args))
+        return type(model).generate(model, *args, **options)
+
+    model.generate = own
+    ids = prompt(200)
+    out = generate(model, ids, late(model, steps=13))
+    assert len(calls) > 1  # in pieces
+    assert model.generate is own
+    del model.generate
+    assert torch.equal(out, generate(model, ids, late(model, steps=13)))
+
+
+def test_a_cache_that_goes_away_leaves_the_generate_of_another_alone(model: Any) -> None:
+    ids = prompt(200)
+    expected = generate(model, ids, late(model, steps=13))
+    others = [create_tiered_cache(model, FadeConfig(**AGAIN))]
+
+    def drop(*_: Any, **__: Any) -> Tensor:
+        others.clear()
+        return torch.zeros(1, dtype=torch.bool)
+
+    assert torch.equal(generate(model, ids, late(model, steps=13), stopping_criteria=[drop]), expected)
+    assert "generate" not in vars(model)
