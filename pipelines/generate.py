@@ -65,7 +65,6 @@ def generate(
     from fade_runtime import JsonlExporter, attach_telemetry, create_tiered_cache
     from fade_runtime.hf import forward_kwargs
     from pipelines import live
-    from predictor.registry import resolve_store
 
     if max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
@@ -85,7 +84,7 @@ def generate(
         exporters.append(live.LiveLine())
     metrics = None
     if log_guard:
-        metrics = live.MlflowMetrics(resolve_store(tracking_uri)[0], config.monitor_every, {"cache": describe(config)})
+        metrics = live.MlflowMetrics(tracking_uri, config.monitor_every, {"cache": describe(config)})
         exporters.append(metrics)
     if exporters:
         attach_telemetry(cache, live.Several(exporters))

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from fade_runtime.guard import GuardEvent
 from fade_runtime.telemetry import Event, Exporter
+from predictor.registry import open_experiment
 
 EXPERIMENT = "fade-guard"
 
@@ -48,18 +49,17 @@ class MlflowMetrics:
     """Logs the guard's looks to a run of the experiment "fade-guard", once in so many tokens.
 
     Args:
-        tracking_uri: of the MLflow store.
+        tracking_uri: of the MLflow store, see :func:`predictor.registry.resolve_store`.
         every: tokens between two points.
         params: facts about the run.
     """
 
-    def __init__(self, tracking_uri: str, every: int, params: dict[str, Any]) -> None:
+    def __init__(self, tracking_uri: str | None, every: int, params: dict[str, Any]) -> None:
+        uri, _ = open_experiment(EXPERIMENT, tracking_uri)
         from mlflow import MlflowClient
 
-        self.client, self.every = MlflowClient(tracking_uri), every
-        found = self.client.get_experiment_by_name(EXPERIMENT)
-        experiment = self.client.create_experiment(EXPERIMENT) if found is None else found.experiment_id
-        self.run = self.client.create_run(experiment).info.run_id
+        self.client, self.every = MlflowClient(uri), every
+        self.run = self.client.create_run(self.client.get_experiment_by_name(EXPERIMENT).experiment_id).info.run_id
         for name, value in params.items():
             self.client.log_param(self.run, name, value)
         self.looks: dict[int, GuardEvent] = {}

@@ -152,7 +152,7 @@ def test_bad_input_is_one_line(
         (("--prompt_file", tmp_path / "none.txt"), "none.txt is not there"),
         (("--prompt_file", tmp_path / "empty.txt"), "is empty"),
         (("--prompt", "a", "--prompt_file", "b"), "both given"),
-        (("--predictor", "models:/nobody@champion", "--tracking_uri", store), "no model 'nobody'"),
+        (("--predictor", "models:/nobody@champion", "--tracking_uri", store), "there is no registry at sqlite"),
         (("--predictor", tmp_path / "none"), "no bundle"),
         (("--max_new_tokens", 0), "max_new_tokens 0"),
     ]:
