@@ -30,7 +30,7 @@ from predictor.bundle import save_bundle
 from predictor.files import write_aside
 from predictor.module import HEADS, LAYERS, HeadBudgetModule, PredictorModule, Rows, TraceModule
 from predictor.nets import ScoreNet
-from predictor.registry import quiet_mlflow, resolve_store
+from predictor.registry import open_experiment, quiet_mlflow
 
 CONFIG, PICTURE = "config.yaml", "heads.png"
 DEFAULT = f"{PredictorModule.__module__}.{PredictorModule.__name__}"  # what a config without a class_path trains
@@ -180,8 +180,8 @@ class FitCLI(LightningCLI):
         options = self._get(self.config_init, "trainer")
         output = Path(self._get(self.config_init, "output"))
         if options["logger"] in (None, True):
-            uri, location = resolve_store(self._get(self.config_init, "tracking_uri"))
             experiment = self._get(self.config_init, "experiment")
+            uri, location = open_experiment(experiment, self._get(self.config_init, "tracking_uri"))
             about = f"{self.subcommand}: {type(self.model.net).__name__} on {self.datamodule.folder}"
             kwargs["logger"] = MLFlowLogger(
                 experiment,

@@ -76,6 +76,38 @@ def recover(path: str | Path) -> None:
                 os.close(lock)
 
 
+@contextmanager
+def locked(folder: str | Path, patience: float) -> Iterator[None]:
+    """Hold the lock of a folder, which other processes that ask for it wait for; it ends with the process.
+
+    Nothing is held where the system or the file system has no locks.
+
+    Args:
+        folder: any directory. patience: seconds to wait for another process.
+
+    Raises:
+        TimeoutError: another process held it all the time.
+    """
+    if fcntl is None:
+        yield
+        return
+    lock, began = os.open(folder, os.O_RDONLY), time.monotonic()
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() - began > patience:
+                    raise TimeoutError(f"another process has held {folder} for {patience:g} seconds") from None
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(lock)
+
+
 def sha256_file(path: str | Path) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal.
 

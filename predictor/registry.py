@@ -5,37 +5,50 @@ mlflow and huggingface_hub are imported inside the functions that need them, wit
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import re
+import sqlite3
+import ssl
 import tempfile
-from collections.abc import Mapping
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from predictor.bundle import CARD, FACTS, WEIGHTS, Predictor, load_bundle
 from predictor.errors import FadeError
-from predictor.files import recover
+from predictor.files import locked, recover
 
 STORE = "sqlite:///artefacts/mlflow.db"  # unless MLFLOW_TRACKING_URI says otherwise
 EXPERIMENT = "fade-register"
 ARTEFACT = "bundle"  # folder of a registering run that holds the bundle
 SHIPPED = Path(__file__).with_name("bundles")  # bundles that come with the package
+PATIENCE = 10.0  # seconds that a server or a locked database is waited for
+LIBRARIES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "requests", "urllib3")  # whose errors are told in one line
+EXISTS = "RESOURCE_ALREADY_EXISTS"  # MLflow's code for what somebody else has made first
+_held = threading.local()  # files that this thread has for itself
 REFERENCE = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[^/@]+))")
 
 
-def resolve_store(tracking_uri: str | None = None) -> tuple[str, str | None]:
+def resolve_store(tracking_uri: str | None = None, must_exist: bool = False) -> tuple[str, str | None]:
     """Say where runs are tracked, and where their files go.
 
     Args:
         tracking_uri: an MLflow tracking URI; by default MLFLOW_TRACKING_URI of the environment, or
             :data:`STORE`.
+        must_exist: it is to be read, so that an SQLite file which is not there is a mistake and not made.
 
     Returns:
         The URI, and for a local SQLite file the URI of ``mlartifacts`` beside it (None: the server decides).
 
     Raises:
-        FadeError: a plain folder, which MLflow 3 no longer takes.
+        FadeError: a plain folder, which MLflow 3 no longer takes, or nothing to read.
 
     Example:
         >>> resolve_store("https://tracking.example.org")
@@ -43,19 +56,30 @@ def resolve_store(tracking_uri: str | None = None) -> tuple[str, str | None]:
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or STORE
     if uri.startswith("file:") or "://" not in uri:
+        place = unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
         raise FadeError(
-            f"tracking URI {uri} is a folder, which MLflow 3 refuses; use sqlite:///{uri.rstrip('/')}.db"
+            f"tracking URI {uri} is a folder, which MLflow 3 refuses; use sqlite:///{place.rstrip('/')}.db"
         )
-    if not uri.startswith("sqlite:///"):
+    file = _sqlite_file(uri)
+    if file is None:
         return uri, None
-    folder = Path(uri.removeprefix("sqlite:///")).parent
+    if must_exist and not file.is_file():
+        raise FadeError(f"there is no registry at {uri}; check the path, or make one with pipelines.register")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FadeError(
-            f"tracking URI {uri}: cannot make {folder} ({error.strerror}); use another"
+            f"tracking URI {uri}: cannot make {file.parent} ({error.strerror}); use another"
         ) from error
-    return uri, (folder / "mlartifacts").resolve().as_uri()
+    return uri, (file.parent / "mlartifacts").resolve().as_uri()
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """The file of an SQLite URI; None for a server, or a database in memory."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    return None if path in ("", ":memory:") else Path(path)
 
 
 def quiet_mlflow() -> None:
@@ -67,15 +91,125 @@ def quiet_mlflow() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _client(tracking_uri: str | None) -> Any:
+def open_experiment(name: str, tracking_uri: str | None = None) -> tuple[str, str | None]:
+    """Make sure that a store answers and has an experiment.
+
+    Returns:
+        As :func:`resolve_store`.
+
+    Raises:
+        FadeError: it does not answer, is locked, or is no store.
+    """
+    client = _client(tracking_uri)
+    uri, location = resolve_store(tracking_uri)
+    with _told(uri), _alone(uri):
+        _experiment(client, name, location)
+    return uri, location
+
+
+def _client(tracking_uri: str | None, must_exist: bool = False) -> Any:
+    """A client of a store that answers."""
     quiet_mlflow()
+    uri, _ = resolve_store(tracking_uri, must_exist)
+    _refuse_silent(uri, write=not must_exist)
     from mlflow import MlflowClient
 
-    uri, _ = resolve_store(tracking_uri)
-    try:
+    with _told(uri), _alone(uri):  # two processes that make the tables of a new file get in each other's way
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
-    except Exception as error:  # mlflow's own, or sqlalchemy's of whatever database it is
-        raise FadeError(f"tracking URI {uri} cannot be opened: {str(error).splitlines()[0]}") from error
+
+
+def _refuse_silent(uri: str, write: bool) -> None:
+    """Ask a store whether it is there, which MLflow does for minutes.
+
+    Raises:
+        FadeError: a server that does not answer, an SQLite file that is locked, or no database.
+    """
+    if uri.startswith(("http://", "https://")):
+        try:
+            urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=PATIENCE).close()
+        except urllib.error.HTTPError:
+            return  # it answers
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):
+                return  # it answers, and MLflow may be told to trust it
+            raise FadeError(
+                f"tracking server {uri} does not answer ({reason}); start it, or check the address"
+            ) from error
+    file = _sqlite_file(uri)
+    if file is None or not file.exists():
+        return
+    try:
+        where = f"{file.absolute().as_uri()}?mode=rw"
+        with closing(sqlite3.connect(where, uri=True, timeout=PATIENCE, isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE" if write else "SELECT count(*) FROM sqlite_master")
+    except sqlite3.Error as error:
+        raise _unusable(uri, error) from error
+
+
+@contextmanager
+def _told(uri: str) -> Iterator[None]:
+    """Turn what MLflow, its database or the network raise into one line."""
+    try:
+        yield
+    except FadeError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in LIBRARIES:
+            raise
+        raise _unusable(uri, error) from error
+
+
+def _unusable(uri: str, error: Exception) -> FadeError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "database is locked" in reason:
+        return FadeError(f"tracking URI {uri} is locked by another process; wait until it is done, or end it")
+    return FadeError(f"tracking URI {uri} cannot be used: {reason[:300]}; check it, or name another")
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Keep other processes and threads of this project from writing to the same SQLite file."""
+    file, mine = _sqlite_file(uri), vars(_held).setdefault("files", set())
+    if file is None or file in mine:
+        yield
+        return
+    with locked(file.parent, PATIENCE * 12):
+        mine.add(file)
+        try:
+            yield
+        finally:
+            mine.discard(file)
+
+
+def _experiment(client: Any, name: str, location: str | None) -> str:
+    """Id of an experiment, which is made unless somebody has."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, location)
+        except MlflowException as error:
+            found = client.get_experiment_by_name(name)
+            if error.error_code != EXISTS or found is None:
+                raise
+    return found.experiment_id
+
+
+def _registered_model(client: Any, name: str) -> Any:
+    """A registered model, which is made unless somebody has."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_registered_model(name)
+    except MlflowException:
+        try:
+            return client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != EXISTS:
+                raise
+            return client.get_registered_model(name)
 
 
 def register_bundle(
@@ -86,7 +220,10 @@ def register_bundle(
     tags: Mapping[str, Any] | None = None,
     tracking_uri: str | None = None,
 ) -> int:
-    """Register a bundle as the next version of a model; all of it or nothing.
+    """Register a bundle as the next version of a model; the whole version or none.
+
+    What fails takes its own version and run back, and an alias that it had moved. The name of the model stays, since
+    another process may have registered a version under it meanwhile.
 
     Args:
         path: bundle directory; it is verified first.
@@ -99,44 +236,48 @@ def register_bundle(
         The version number.
 
     Raises:
-        FadeError: damaged bundle, or a name that MLflow does not take.
+        FadeError: damaged bundle, a name that MLflow does not take, or a store that does not answer.
     """
     predictor = load_bundle(path)
     if not re.fullmatch(r"[\w.-]+", name):
         raise FadeError(f"model name {name!r} may hold letters, digits, '.', '_' and '-' only")
     client = _client(tracking_uri)
-    from mlflow.exceptions import MlflowException
-
-    _, location = resolve_store(tracking_uri)
-    experiment = client.get_experiment_by_name(EXPERIMENT)
-    where = experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT, location)
-    run_id = client.create_run(where, run_name=name).info.run_id
-    made_model, version = False, None
-    try:
-        client.log_artifacts(run_id, str(path), ARTEFACT)
-        for key, value in predictor.metrics.items():
-            client.log_metric(run_id, key, value)
+    uri, location = resolve_store(tracking_uri)
+    with _told(uri), _alone(uri):
+        where = _experiment(client, EXPERIMENT, location)
+        run_id = client.create_run(where, run_name=name).info.run_id
+        before, version = None, None
         try:
-            client.get_registered_model(name)
-        except MlflowException:
-            client.create_registered_model(name)
-            made_model = True
-        source = f"{client.get_run(run_id).info.artifact_uri}/{ARTEFACT}"
-        version = client.create_model_version(name, source=source, run_id=run_id).version
-        for key, value in (tags or {}).items():
-            client.set_model_version_tag(name, version, key, str(value))
-        if alias:
-            client.set_registered_model_alias(name, alias, version)
-        client.set_terminated(run_id)
-    except BaseException:
-        if version is not None:
-            client.delete_model_version(name, version)
-        if made_model:
-            client.delete_registered_model(name)
-        client.set_terminated(run_id, "FAILED")
-        client.delete_run(run_id)
-        raise
+            client.log_artifacts(run_id, str(path), ARTEFACT)
+            for key, value in predictor.metrics.items():
+                client.log_metric(run_id, key, value)
+            before = _registered_model(client, name).aliases.get(alias)
+            source = f"{client.get_run(run_id).info.artifact_uri}/{ARTEFACT}"
+            version = client.create_model_version(name, source=source, run_id=run_id).version
+            for key, value in (tags or {}).items():
+                client.set_model_version_tag(name, version, key, str(value))
+            client.set_terminated(run_id)
+            if alias:
+                client.set_registered_model_alias(name, alias, version)
+        except BaseException:
+            _take_back(client, name, version, run_id, alias, before)
+            raise
     return int(version)
+
+
+def _take_back(client: Any, name: str, version: Any, run_id: str, alias: str | None, before: Any) -> None:
+    """Remove a version and its run, as far as the store still answers; nothing that is another process's."""
+    if version is not None:
+        with suppress(Exception):
+            client.delete_model_version(name, version)  # and the alias, if it was set
+    if version is not None and alias and before is not None:
+        with suppress(Exception):
+            if alias not in client.get_registered_model(name).aliases:
+                client.set_registered_model_alias(name, alias, before)
+    with suppress(Exception):
+        client.set_terminated(run_id, "FAILED")
+    with suppress(Exception):
+        client.delete_run(run_id)
 
 
 def set_alias(name: str, alias: str, version: int, tracking_uri: str | None = None) -> None:
@@ -145,9 +286,11 @@ def set_alias(name: str, alias: str, version: int, tracking_uri: str | None = No
     Raises:
         FadeError: no such model or version.
     """
-    client = _client(tracking_uri)
-    _find(client, f"models:/{name}/{version}")
-    client.set_registered_model_alias(name, alias, str(version))
+    client = _client(tracking_uri, must_exist=True)
+    uri, _ = resolve_store(tracking_uri)
+    with _told(uri), _alone(uri):
+        _find(client, f"models:/{name}/{version}")
+        client.set_registered_model_alias(name, alias, str(version))
 
 
 def load_predictor(ref: str | Path | Predictor, tracking_uri: str | None = None) -> Predictor:
@@ -166,8 +309,9 @@ def load_predictor(ref: str | Path | Predictor, tracking_uri: str | None = None)
         return ref
     text = str(ref)
     if text.startswith("models:"):
-        client = _client(tracking_uri)
-        version = _find(client, text)
+        client = _client(tracking_uri, must_exist=True)
+        with _told(resolve_store(tracking_uri)[0]):
+            version = _find(client, text)
         from mlflow.artifacts import download_artifacts
         from mlflow.exceptions import MlflowException
 
