@@ -17,7 +17,7 @@ from data.lm import load_lm, load_tokenizer, refuse_too_long
 from data.plan import CollectSettings, Task, begin_manifest, prepare
 from data.record import record_forward, watched
 from data.trace import Row, read_manifest
-from data.writer import DocumentProgress, ShardWriter, finish, is_whole
+from data.writer import DocumentProgress, ShardWriter, finish, whole_shard
 from predictor.errors import FadeError
 
 
@@ -63,12 +63,13 @@ def collect(settings: CollectSettings) -> Summary:
         )
         manifest |= {name: stored[name] for name in ("settings", "provenance", "model") if name in stored}
         refuse_other_shards(folder, manifest)
-    hashes = {shard["name"]: shard.get("sha256") for shard in (stored or {}).get("shards", [])}
-    kept = {
-        shard["name"]
-        for shard in manifest["shards"]
-        if is_whole(folder, manifest, shard, hashes.get(shard["name"]))
-    }
+    kept = set()
+    for shard in manifest["shards"]:
+        if sha256 := whole_shard(folder, manifest, shard, stored):
+            kept.add(shard["name"])
+            shard["sha256"] = sha256
+        else:
+            folder.remove(shard["name"])  # nothing damaged stands there when another interruption comes
     missing = [task for task in tasks if task.shard not in kept]
     if missing:
         trainer = Trainer(
@@ -84,7 +85,7 @@ def collect(settings: CollectSettings) -> Summary:
         try:
             trainer.predict(TraceCollector(settings, missing), return_predictions=False)
         except SystemExit as stop:  # Lightning's answer to Ctrl-C
-            raise KeyboardInterrupt from stop
+            raise stop.__context__ or KeyboardInterrupt from stop
     elif stored is not None and not stored["complete"]:
         finish(folder, manifest)
     done = read_manifest(folder)

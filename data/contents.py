@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from data.checks import SHARDS
 from data.folder import Folder
-from data.trace import Row, Traces, read_manifest
+from data.trace import Row, Traces, read_manifest, rows_of
 from predictor.errors import FadeError
 
 
@@ -58,7 +57,7 @@ def contents_of(place: str) -> Contents:
     """Look into a folder without judging it.
 
     Raises:
-        FadeError: no manifest, or a damaged one.
+        FadeError: no manifest, or a damaged one, or a damaged shard.
     """
     folder = Folder(place)
     manifest = read_manifest(folder)
@@ -69,7 +68,7 @@ def contents_of(place: str) -> Contents:
     rows = size = 0
     for name in found:
         with folder.fetch(name) as path:
-            rows, size = rows + pq.read_metadata(path).num_rows, size + path.stat().st_size
+            rows, size = rows + rows_of(path), size + path.stat().st_size
     return Contents(manifest, _groups(manifest), len(found), rows, size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,9 +84,19 @@ class Folder:
                 self._files.get_file(f"{self._root}/{name}", str(copy))
             yield copy
 
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+        if self._files is None:
+            (Path(self._root) / name).unlink(missing_ok=True)
+        elif self._files.exists(f"{self._root}/{name}"):
+            self._files.rm_file(f"{self._root}/{name}")
+
     @contextmanager
     def write(self, name: str) -> Iterator[Path]:
-        """Yield a path to write a file at; it is moved or uploaded into place when the block ends well."""
+        """Yield a path to write a file at; it is moved into place when the block ends well.
+
+        What goes elsewhere is uploaded beside its place first: what is there stays until all of the new file is.
+        """
         if self._files is None:
             with write_aside(Path(self._root) / name) as aside:
                 yield aside
@@ -94,4 +105,11 @@ class Folder:
             copy = Path(scratch) / name
             yield copy
             self._files.makedirs(self._root, exist_ok=True)
-            self._files.put_file(str(copy), f"{self._root}/{name}")
+            beside = f"{self._root}/.{name}.{uuid.uuid4().hex[:8]}"
+            try:
+                self._files.put_file(str(copy), beside)
+                self._files.mv(beside, f"{self._root}/{name}")
+            except BaseException:
+                if self._files.exists(beside):
+                    self._files.rm_file(beside)
+                raise

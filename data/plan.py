@@ -13,7 +13,7 @@ from data.chat import chat_frame, chat_renderer
 from data.continuation import KINDS
 from data.lm import encode
 from data.text import Document, corpus_hash, load_documents
-from data.trace import HIDDEN_VERSION, SCHEMA_VERSION
+from data.trace import HASHED, HIDDEN_VERSION, SCHEMA_VERSION
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 
@@ -191,6 +191,7 @@ def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, An
     return {
         "schema_version": HIDDEN_VERSION if settings.record_hidden else SCHEMA_VERSION,
         "complete": False,
+        HASHED: True,
         "settings": settings.content(),
         "spec": settings.spec.to_dict(),
         "corpus": {

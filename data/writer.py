@@ -12,11 +12,11 @@ import transformers
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, TQDMProgressBar
 
-from data.checks import mark_of, refuse_stranger
+from data.checks import AGAIN, mark_of, refuse_stranger
 from data.folder import Folder
 from data.lm import load_tokenizer
 from data.plan import CollectSettings, Task
-from data.trace import Row, write_manifest, write_shard
+from data.trace import HASH, HASHED, Row, rows_of, write_manifest, write_shard
 from predictor.errors import FadeError
 from predictor.files import sha256_file
 from predictor.provenance import model_provenance
@@ -73,11 +73,11 @@ class ShardWriter(BasePredictionWriter):
         self._awaited[batch.shard] -= 1
         if self._awaited[batch.shard] == 0:
             with self.folder.write(batch.shard) as path:
-                write_shard(path, self._rows, mark_of(self.manifest))
+                write_hash(self.folder, batch.shard, write_shard(path, self._rows, mark_of(self.manifest)))
             self._rows = []
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hash all shards and mark the collection complete; processes without a document come here too."""
+        """Mark the collection complete, with the hashes of all shards; processes without a document come here too."""
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             finish(self.folder, self.manifest)
@@ -120,33 +120,65 @@ def model_facts(settings: CollectSettings, model: Any) -> dict[str, Any]:
     }
 
 
+def write_hash(folder: Folder, shard: str, sha256: str) -> None:
+    """Put a shard's hash beside it; before the shard itself, so that none is without."""
+    with folder.write(f"{shard}{HASH}") as path:
+        path.write_text(f"{sha256}  {shard}\n", encoding="utf-8")
+
+
+def read_hash(folder: Folder, shard: str) -> str | None:
+    """What :func:`write_hash` wrote, or None where it did not."""
+    with folder.fetch(f"{shard}{HASH}") as path:
+        return path.read_text(encoding="utf-8", errors="replace").partition(" ")[0] if path.is_file() else None
+
+
 def finish(folder: Folder, manifest: dict[str, Any]) -> None:
-    """Enter each shard's rows, bytes and hash into the manifest and write it as complete."""
-    shards = []
-    for shard in manifest["shards"]:
-        with folder.fetch(shard["name"]) as path:
-            facts = {
-                "rows": pq.read_metadata(path).num_rows,
-                "bytes": path.stat().st_size,
-                "sha256": sha256_file(path),
-            }
-        shards.append(shard | facts)
-    write_manifest(folder, manifest | {"complete": True, "shards": shards})
-
-
-def is_whole(folder: Folder, manifest: dict[str, Any], shard: dict[str, Any], sha256: str | None) -> bool:
-    """Tell whether a shard is there with the documents it should hold, and with the hash if one is known.
+    """Enter each shard's rows, bytes and hash into the manifest and write it as complete.
 
     Raises:
-        FadeError: the hash is not known, and it is a shard of another collection.
+        FadeError: a shard, or the hash of one, is not there.
     """
-    with folder.fetch(shard["name"]) as path:
-        if not path.is_file() or sha256 not in (None, sha256_file(path)):
-            return False
-        if sha256 is None and "provenance" in manifest:
-            refuse_stranger(path, f"{folder}/{shard['name']}", manifest)
+    shards = []
+    for shard in manifest["shards"]:
+        name = shard["name"]
+        sha256 = shard.get("sha256") or read_hash(folder, name)
+        with folder.fetch(name) as path:
+            if sha256 is None or not path.is_file():
+                raise FadeError(f"shard {folder}/{name} or its hash was taken away meanwhile; run {AGAIN}")
+            shards.append(shard | {"rows": rows_of(path), "bytes": path.stat().st_size, "sha256": sha256})
+    write_manifest(folder, manifest | {"complete": True, "shards": shards})
+    for shard in shards:
+        folder.remove(f"{shard['name']}{HASH}")
+
+
+def whole_shard(
+    folder: Folder, manifest: dict[str, Any], shard: dict[str, Any], stored: dict[str, Any] | None
+) -> str | None:
+    """Look whether a shard is there with the documents it should hold, byte by byte as it was written.
+
+    Args:
+        folder: of the collection. manifest: that is wanted. shard: of it. stored: the manifest that is there.
+
+    Returns:
+        Its hash, or None when it must be collected (again).
+
+    Raises:
+        FadeError: it has other bytes than were written, and is a shard of another collection.
+    """
+    name, before = shard["name"], stored or {}
+    known = next((one.get("sha256") for one in before.get("shards", ()) if one["name"] == name), None)
+    known = known or read_hash(folder, name)
+    with folder.fetch(name) as path:
+        if not path.is_file():
+            return None
+        found = sha256_file(path)
+        if known != found:
+            if "provenance" in manifest:
+                refuse_stranger(path, f"{folder}/{name}", manifest)
+            if known is not None or HASHED in before:  # collections of old had no hashes before their end
+                return None
         try:
             held = set(pq.read_table(path, columns=["doc"])["doc"].to_pylist())
         except (OSError, pa.ArrowException):
-            return False
-    return held == set(shard["documents"])
+            return None
+    return found if held == set(shard["documents"]) else None

@@ -6,9 +6,12 @@ import argparse
 import difflib
 import logging
 import re
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from predictor.errors import FadeError
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 MISTAKES = (FadeError, OSError, argparse.ArgumentError)
 DEBUG = "--debug"
+AGAIN = "run the same command again"
 _CHATTY = (
     "lightning",
     "lightning.pytorch",
@@ -29,7 +33,16 @@ _CHATTY = (
 )
 
 
-def run(command: Callable[..., Any], argv: Sequence[str] | None = None, positional: bool = False) -> int:
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does: what is done is kept, what is half done is cleared away."""
+
+
+def run(
+    command: Callable[..., Any],
+    argv: Sequence[str] | None = None,
+    positional: bool = False,
+    again: str = AGAIN,
+) -> int:
     """Run ``command`` with its parameters as options, or as keys of a flat YAML file given by ``--config``.
 
     Types, defaults and help come from the signature and its Google docstring.
@@ -38,9 +51,10 @@ def run(command: Callable[..., Any], argv: Sequence[str] | None = None, position
         command: the function; a returned int is the exit status.
         argv: the arguments, by default those of the process.
         positional: parameters without a default are given by place, not by name.
+        again: what to do after an interruption.
 
     Returns:
-        The exit status: 0, 2 after bad input, 1 after any other error.
+        The exit status: 0, 2 after bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 after any other error.
     """
     parser = parser_of(command, positional)
 
@@ -49,7 +63,7 @@ def run(command: Callable[..., Any], argv: Sequence[str] | None = None, position
         options.pop("config", None)
         return command(**options)
 
-    return guarded(body, argv, lambda: options_of(parser))
+    return guarded(body, argv, lambda: options_of(parser), again)
 
 
 def parser_of(command: Callable[..., Any], positional: bool = False) -> ArgumentParser:
@@ -75,8 +89,9 @@ def guarded(
     body: Callable[[list[str]], Any],
     argv: Sequence[str] | None = None,
     known: Callable[[], list[str]] = list,
+    again: str = AGAIN,
 ) -> int:
-    """Call ``body`` with the arguments less `--debug`; turn an error into one line and an exit status.
+    """Call ``body`` with the arguments less `--debug`; turn an error or a signal into one line and an exit status.
 
     Commands built on LightningCLI use it too, with ``parser_kwargs={"exit_on_error": False}``.
 
@@ -84,16 +99,23 @@ def guarded(
         body: gets the arguments; a returned int is the exit status.
         argv: the arguments, by default those of the process.
         known: names of all valid options, to suggest the nearest to one that is not.
+        again: what to do after an interruption.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     debug = DEBUG in given
     if not debug:
         quiet()
     try:
-        status = body([arg for arg in given if arg != DEBUG])
+        with sigterm_interrupts():
+            status = body([arg for arg in given if arg != DEBUG])
         return status if isinstance(status, int) else 0
-    except KeyboardInterrupt:
-        return _fail("interrupted; run the same command again to continue", 130)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        cause = stop.__context__ if isinstance(stop, SystemExit) else stop  # a library's answer to either is to exit
+        if isinstance(cause, Terminated):
+            return _fail(f"terminated; {again}", 128 + signal.SIGTERM)
+        if isinstance(cause, KeyboardInterrupt):
+            return _fail(f"interrupted; {again}", 128 + signal.SIGINT)
+        raise
     except MISTAKES as error:
         if debug:
             raise
@@ -103,6 +125,24 @@ def guarded(
             raise
         what = f"{type(error).__name__}: {_flat(str(error))}"
         return _fail(f"{what[:300]} (not foreseen; {DEBUG} shows the traceback)", 1)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise :class:`Terminated` in the block; where somebody else handles or ignores it, that stays so."""
+
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def one_line(error: BaseException, known: Sequence[str] = ()) -> str:

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         from pipelines import inspect_traces
 
         return inspect_traces.main(given[1:])
-    return run(collect_traces, given)
+    return run(collect_traces, given, again="run the same command again to continue")
 
 
 if __name__ == "__main__":

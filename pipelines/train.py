@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args=args,
         )
 
-    return guarded(body, argv)
+    return guarded(body, argv, again="--ckpt_path OUTPUT/best.ckpt goes on with the best epoch")
 
 
 if __name__ == "__main__":

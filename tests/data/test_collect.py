@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -244,23 +245,34 @@ def test_configs_are_complete_and_open_with_what_they_cost(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_nothing_that_looks_whole(
-    collected: Path, small: Make, tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "status", "devices"),
+    [(signal.SIGKILL, -9, 1), (signal.SIGTERM, 143, 1), (signal.SIGTERM, 143, 2)],
+)
+def test_a_process_that_is_ended_leaves_nothing_that_looks_whole(
+    number: int, status: int, devices: int, collected: Path, small: Make, tmp_path: Path
 ) -> None:
     out = tmp_path / "traces"
-    run = [sys.executable, "-m", "pipelines.collect_traces", *command(small(out))]
+    run = [sys.executable, "-m", "pipelines.collect_traces", *command(small(out, devices=devices))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        run, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        run, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 240
     while not (out / "shard-00000.parquet").exists() and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.001)
-    process.kill()
-    process.wait()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == status, said
     assert (out / "shard-00000.parquet").exists()
-    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert not json.loads((out / "manifest.json").read_text())["complete"]
+    if number == signal.SIGTERM:
+        assert "error: terminated; run the same command again to continue" in said
+        # of two processes the first kills the other one, which may be writing
+        assert devices == 2 or not [file.name for file in out.iterdir() if file.name.startswith(".")]
+    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+    assert "that were there already" in done.stdout
     assert_same(out, collected)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +110,51 @@ def test_help_comes_from_the_docstring(capsys: pytest.CaptureFixture[str]) -> No
         cli.run(command, ["--help"])
     assert ended.value.code == 0
     assert "share of the context" in capsys.readouterr().out
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    cleared: list[bool] = []
+
+    def stopped(_: list[str]) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleared.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.guarded(stopped, [], again="go on") == 143
+    assert cleared == [True]
+    assert capsys.readouterr().err == "error: terminated; go on\n"
+    assert signal.getsignal(signal.SIGTERM) is before is signal.SIG_DFL
+
+
+def test_a_library_that_exits_after_a_signal_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    def exits(error: type[BaseException]) -> Any:
+        def body(_: list[str]) -> None:
+            try:
+                raise error
+            except BaseException:
+                sys.exit(1)
+
+        return body
+
+    assert cli.guarded(exits(KeyboardInterrupt), []) == 130
+    assert cli.guarded(exits(cli.Terminated), []) == 143
+    with pytest.raises(SystemExit):
+        cli.guarded(exits(ValueError), [])
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_who_handles_sigterm_already_goes_on_to_do_so() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        assert cli.guarded(lambda _: os.kill(os.getpid(), signal.SIGTERM), []) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+    thread = threading.Thread(target=lambda: seen.append(cli.guarded(lambda _: 5, [])))
+    thread.start()
+    thread.join()
+    assert seen[1:] == [5]  # signals belong to the main thread
