@@ -218,7 +218,9 @@ OTHERS = (renamed, copied, linked, without_lock, empty_lock, linked_lock, pipe_f
 def test_what_is_not_surely_ours_is_left_as_it_is(changed: Callable[[Path], Path], tmp_path: Path) -> None:
     there = changed(abandoned(tmp_path))
     before = sorted((str(path), path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    left = [abandoned(tmp_path) for _ in range(4)]
     folder = SpillFolder(tmp_path)
+    assert not any(map(Path.exists, left)), "what is in doubt does not keep the rest"
     (there if there.is_file() else there / "1.safetensors").read_bytes()
     path = folder.path
     del folder
