@@ -23,7 +23,7 @@ from data.collect import TraceCollector, collect
 from data.lm import encode, load_lm, load_tokenizer
 from data.plan import prepare
 from data.record import record_forward
-from data.trace import Traces, read_manifest, write_manifest
+from data.trace import HASHED, Traces, read_manifest, write_manifest
 from pipelines import cli
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
@@ -177,6 +177,7 @@ def test_a_collection_with_a_fingerprint_of_before_is_continued(
     manifest = read_manifest(out)
     assert manifest is not None
     manifest["provenance"]["weights"] = first_values_fingerprint(model)
+    del manifest[HASHED]  # shards had no hashes before the end
     write_manifest(out, manifest | {"complete": False, "shards": [{**s, "sha256": None} for s in manifest["shards"]]})
     for path in out.glob("*.parquet"):
         table = parquet.read_table(path)
