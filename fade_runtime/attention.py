@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class FullTokens:
 
     Attributes:
         key, value: [B, H, n, D] in the model's dtype.
-        slots: [B, n] int32 logical slots, ascending; -1 where a short row has no token.
+        slots: [B, n] int32 slots (places among the tokens of a row), ascending; -1 where a row has no token.
         state: [B, H, n] float32 statistics of the policy, or None.
     """
 
@@ -43,13 +44,71 @@ class FullTokens:
         return bool((self.slots < 0).any())
 
 
+class AttentionCall(NamedTuple):
+    """What a layer's attention was asked for.
+
+    Attributes:
+        query: [B, Hq, Q, D] of the newest columns. mask: [B or 1, 1 or Hq, Q, S] over columns, bool (True = visible) or
+        additive; None where it hides nothing but what is later and what is padding. scaling: factor on the scores.
+        softcap: of the scores, or None.
+    """
+
+    query: Tensor
+    mask: Tensor | None
+    scaling: float
+    softcap: float | None = None
+
+    def newest(self, most: int) -> AttentionCall:
+        """The same of the last ``most`` queries."""
+        mask = None if self.mask is None else self.mask[:, :, -most:]
+        return self._replace(query=self.query[:, :, -most:], mask=mask)
+
+    def without(self, count: int) -> AttentionCall:
+        """The same as if the last ``count`` columns had not come."""
+        mask = None if self.mask is None else self.mask[:, :, :-count, :-count]
+        return self._replace(query=self.query[:, :, :-count], mask=mask)
+
+    def selected(self, index: Tensor) -> AttentionCall:
+        """The same for rows [n] of the batch."""
+        mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[index]
+        return self._replace(query=self.query[index], mask=mask)
+
+    def of_row(self, row: int, asks: Tensor, columns: Tensor) -> AttentionCall:
+        """The same for one row: its queries where ``asks`` [Q] is true, over its tokens, ``columns`` [S] bool."""
+        mask = self.mask
+        if mask is not None:
+            row_mask = mask[min(row, len(mask) - 1)]
+            mask = row_mask[None, :, asks][..., columns]
+        return self._replace(query=self.query[row : row + 1, :, asks], mask=mask)
+
+    def joined(self, other: AttentionCall, columns: int) -> AttentionCall:
+        """This call, after which ``columns`` had been seen, and the next one as one call."""
+        query = torch.cat((self.query, other.query), dim=2)
+        if self.mask is None and other.mask is None:
+            return self._replace(query=query)
+        mine, theirs = self._written_out(columns), other._written_out(columns + other.query.shape[2])
+        hidden = False if mine.dtype == torch.bool else torch.finfo(mine.dtype).min
+        mine = torch.nn.functional.pad(mine, (0, theirs.shape[3] - columns), value=hidden)
+        rows = max(len(mine), len(theirs))
+        mask = torch.cat([each.expand(rows, -1, -1, -1).to(mine.dtype) for each in (mine, theirs)], dim=2)
+        return self._replace(query=query, mask=mask)
+
+    def _written_out(self, columns: int) -> Tensor:
+        """The mask [B or 1, 1 or Hq, Q, columns], also where nothing but what is later is hidden."""
+        if self.mask is not None:
+            return self.mask
+        steps = self.query.shape[2]
+        causal = torch.ones(steps, columns, dtype=torch.bool, device=self.query.device).tril(columns - steps)
+        return causal[None, None]
+
+
 def tiered_attention(
     query: Tensor,
     full: FullTokens,
     parts: Sequence[Part],
     *,
     scaling: float,
-    first: int,
+    first: int | Tensor,
     mask: Tensor | None = None,
     weights: Tensor | None = None,
     softcap: float | None = None,
@@ -59,11 +118,11 @@ def tiered_attention(
     """Attend to full-precision and stored tokens at once.
 
     Args:
-        query: [B, Hq, Q, D]; query i is at slot ``first + i``.
+        query: [B, Hq, Q, D]; query i is at slot ``first + i`` of its row.
         full: full-precision tokens. parts: the other tiers; their rows are batch x kv head, their biases are set here.
         scaling: factor on the scores.
-        first: slot of the first query.
-        mask: [B or 1, 1 or Hq, Q, S] over logical slots: bool (True = visible) or additive; None = causal.
+        first: slot of the first query, in all rows or [B].
+        mask: [B or 1, 1 or Hq, Q, S] over slots: bool (True = visible) or additive; None = causal.
         weights: [Q] weight of each query in the statistics, or None for no statistics.
         softcap: of the scores, or None.
         into: older statistics of the full tokens [B, H, n] and of each part [T], contiguous; they are multiplied by
@@ -96,7 +155,7 @@ def _at_once(
     full: FullTokens,
     parts: Sequence[Part],
     scaling: float,
-    first: int,
+    first: int | Tensor,
     mask: Tensor | None,
     weights: Tensor | None,
     softcap: float | None,
@@ -129,44 +188,21 @@ def _shares(weights: Tensor, groups: int) -> Tensor:
         return (weights / groups).repeat(groups)
 
 
-def is_causal(mask: Tensor | None, pad: Tensor) -> bool:
-    """Whether the mask of a prompt hides nothing but what is later and what is padding.
-
-    Args:
-        mask: [B or 1, 1 or Hq, S, S] over the prompt, or None. pad: [B] slots of left padding.
-
-    Example:
-        >>> seen = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-        >>> is_causal(seen, torch.tensor([0])), is_causal(seen, torch.tensor([2])), is_causal(None, torch.tensor([0]))
-        (True, False, True)
-    """
-    if mask is None:
-        return not bool(pad.any())
-    if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] != mask.shape[3]:
-        return False
-    right = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).tril()
-    return all(
-        torch.equal(row[0, start:, start:], right[start:, start:]) and not bool(row[0, start:, :start].any())
-        for row, start in zip(mask.expand(len(pad), -1, -1, -1), pad.tolist())
-    )
-
-
-def _full_bias(mask: Tensor | None, full: FullTokens, first: int, steps: int, heads: int) -> Tensor | None:
+def _full_bias(mask: Tensor | None, full: FullTokens, first: int | Tensor, steps: int, heads: int) -> Tensor | None:
     """Additive bias [B, H or 1, G or 1, Q, n] of the full-precision tokens, or None if all are visible.
 
     Args:
         mask: [B, 1 or Hq, Q, S] or None = causal.
-        full: n tokens. first: slot of the first of ``steps`` queries. heads: kv heads.
+        full: n tokens. first: slot of the first of ``steps`` queries, in all rows or [B]. heads: kv heads.
     """
     if mask is None and steps == 1 and not full.holes:
         return None  # the newest token sees all
     slots = full.slots.long()
     hole = slots < 0
     if mask is None:
-        at = first + torch.arange(steps, device=slots.device)
-        hidden = (slots[:, None, :] > at[:, None]) | hole[
-            :, None, :
-        ]  # [B, Q, n]; stored tokens are older than any query
+        since = first[:, None] if isinstance(first, Tensor) else first
+        at = (since + torch.arange(steps, device=slots.device)).view(-1, steps, 1)
+        hidden = (slots[:, None, :] > at) | hole[:, None, :]  # [B, Q, n]; stored tokens are older than any query
         return _additive(~hidden[:, None, None]) if bool(hidden.any()) else None
     index = slots.clamp(min=0)[:, None, None, :].expand(-1, mask.shape[1], steps, -1)
     chosen, hole = mask.gather(-1, index), hole[:, None, None, :]

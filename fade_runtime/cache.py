@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,33 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fade_runtime import attach, hf, redecode
+from fade_runtime.accounting import memory_report, predictor_tensors, stored_bytes
 from fade_runtime.config import FadeConfig
 from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
 from fade_runtime.memory import MemoryController, target_bytes
 from fade_runtime.policy import POLICIES, Policy
+from fade_runtime.sequences import Shared
 from fade_runtime.shadow import Shadow
 from fade_runtime.text import SeenText, find_tokenizer, table_for
-from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 from predictor.rope import find_rotary
 
 if TYPE_CHECKING:
     from fade_runtime.pq import CodebookSet
-    from predictor.bundle import Predictor
-
-
-TIERS = tuple(tier.name for tier in Tier if tier < Tier.EVICTED)
-KINDS = {
-    "full.key": "FP16", "full.value": "FP16",
-    "packed.key_codes": "INT4", "packed.value_codes": "INT4",
-    "packed.low_key_codes": "INT2", "packed.low_value_codes": "INT2",
-    "packed.pq_codes": "PQ", "pq.codes": "PQ",
-}  # fmt: skip
-OTHER = "scales and slots"
 
 
 class TieredCache(Cache):
@@ -64,6 +55,8 @@ class TieredCache(Cache):
         self._model, self._wrapper = weakref.ref(model), weakref.ref(model if wrapper is None else wrapper)
         self._holds = list(holds)  # on what is changed in the model, which goes with the last cache that holds it
         self.shadow = None if config.shadow_every is None else Shadow(config.shadow_every)
+        self.shared = self.tiered[0].shared if self.tiered else Shared()
+        self._changing = False  # what changes all layers is on its way, or did not end
 
     @property
     def model(self) -> nn.Module:
@@ -98,22 +91,108 @@ class TieredCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Take in the new tokens of a layer; a call that is refused leaves all layers as they were before it."""
-        try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        except FadeError:
-            self._take_back(layer_idx)
-            raise
+        """Take in the new tokens of a layer; a call that is refused leaves all layers as they were before it.
 
-    def _take_back(self, refused: int) -> None:
-        seen = [layer.seen for layer in self.tiered if layer.index >= refused]
+        Raises:
+            FadeError: refused; or an earlier call did not end, and its part of the cache cannot be taken back.
+        """
+        shared = self.shared
+        if layer_idx >= len(self.layers):
+            shared.running = shared.last  # the call had seemed to be at its end
+            self.settle()
+            raise FadeError(
+                f"the model has a layer {layer_idx}, this cache {len(self.layers)} layers; use the model that it is of"
+            )
+        if shared.running is None or layer_idx <= shared.running:
+            self.settle()
+            shared.before = self.get_seq_length()
+        try:
+            self._check_attended()
+            shared.running = layer_idx
+            out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except FadeError:
+            self.settle()
+            raise
+        if not isinstance(self.layers[layer_idx], TieredLayer):
+            shared.ended(layer_idx)
+        return out
+
+    def _check_attended(self) -> None:
+        """Refuse a model whose attention did not take the tokens of the layer before."""
+        running = self.shared.running
+        if running is not None and not getattr(self.layers[running], "attended", True):
+            raise FadeError(
+                "this model's attention does not go over this cache; make one for it with create_tiered_cache(model)"
+            )
+
+    def settle(self) -> None:
+        """Take back what a call of the model left behind that did not end: an exception, an interrupt.
+
+        The cache does so by itself before the next call, a crop, a session.
+
+        Raises:
+            FadeError: it cannot be taken back, since tokens have entered statistics or left full precision.
+        """
+        shared, whole = self.shared, not self._changing and all(layer.whole for layer in self.tiered)
+        running, before = shared.running, shared.before
+        if running is not None and before == 0:
+            self.reset()
+        elif running is not None or not whole:
+            self._changing = True
+            taken_back = [whole and _taken_back(layer, before) for layer in self.layers[: (running or 0) + 1]]
+            if all(taken_back):
+                self._changing, shared.running = False, None
+                if self.text is not None:
+                    self.text.crop(before)
+        if self._changing:
+            raise FadeError(
+                "a call of the model, or of this cache, did not end, and what it had changed by then cannot be taken "
+                "back; call cache.reset(), or go on from a copy or a session"
+            )
+
+    def reset(self) -> None:
+        """Forget everything: what is left is a new cache."""
+        self._changing = True
+        super().reset()
+        self._changing = False
+        for each in (self.shared, self.text, self.memory, self.guard, self.shadow):
+            if each is not None:
+                each.reset()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen; those of a call that has not ended are no part of it."""
+        return super().get_seq_length(layer_idx) if self.shared.running is None else self.shared.before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the mask of a call that begins."""
+        self.settle()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest ``-tokens_to_remove`` tokens in all layers, or in none.
+
+        Raises:
+            FadeError: some of them have entered statistics or left full precision already.
+        """
+        self.settle()
         for layer in self.tiered:
-            extra = layer.seen - min(seen)
-            if layer.index < refused and extra > 0:
-                layer.reset() if extra == layer.seen else layer.crop(-extra)
+            layer.check_crop(tokens_to_remove)
+        with self._all_or_broken():
+            super().crop(tokens_to_remove)
+            if self.text is not None:
+                self.text.crop(self.get_seq_length())
+
+    @contextlib.contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """A change of all layers: if it does not end, the cache is of no use until it is reset."""
+        self.settle()
+        self._changing = True
+        yield
+        self._changing = False
 
     def note_ids(self, ids: Tensor | None) -> None:
         """Take in the token ids [B, Q] of the next call; a call of the model does so by itself."""
+        self.settle()
         if self.text is not None:
             self.text.note(ids, self.get_seq_length())
         if self.shadow is not None:
@@ -126,21 +205,24 @@ class TieredCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch (beam search)."""
-        super().reorder_cache(beam_idx)
-        if self.text is not None:
-            self.text.select(beam_idx)
+        with self._all_or_broken():
+            super().reorder_cache(beam_idx)
+            if self.text is not None:
+                self.text.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep rows of the batch, in the given order, as often as named."""
-        super().batch_select_indices(indices)
-        if self.text is not None:
-            self.text.select(indices)
+        with self._all_or_broken():
+            super().batch_select_indices(indices)
+            if self.text is not None:
+                self.text.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
-        super().batch_repeat_interleave(repeats)
-        if self.text is not None:
-            self.text.repeat(repeats)
+        with self._all_or_broken():
+            super().batch_repeat_interleave(repeats)
+            if self.text is not None:
+                self.text.repeat(repeats)
 
     @property
     def monitor(self) -> Guard:
@@ -160,52 +242,8 @@ class TieredCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
 
     def memory_report(self) -> dict[str, Any]:
-        """Count what the cache holds now.
-
-        Returns:
-            resident_bytes: every tensor that is reachable from the cache, scales, slots, statistics, the predictor's
-            weights, the text's token classes and what is spilled to the memory of the same device included; full_bytes:
-            the same tokens in an uncompressed cache of the model's dtype; compression: their ratio; tiers: bytes by
-            tier, with "statistics", "predictor", "text", "codebook", "spilled" and "other layers"; tokens: tokens kept
-            per tier, summed over rows and layers; seen: logical tokens.
-        """
-        tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "spilled", "other layers"), 0)
-        tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
-        in_full = 0
-        for layer in self.tiered:
-            if layer.store is None:
-                continue
-            stored = layer.resident()
-            for kind in set(map(_kind, stored)):
-                tiers[kind] += stored_bytes(
-                    *(tensor for name, tensor in stored.items() if _kind(name) == kind)
-                )
-            in_full += full_bytes(layer)
-            for name, count in layer.store.counts().items():
-                tokens[name] += count
-            if layer.store.spilled is not None and layer.device.type == "cpu":
-                tiers["spilled"] += stored_bytes(*layer.store.spilled.tensors())
-        others = [
-            t
-            for layer in self.layers
-            if not isinstance(layer, TieredLayer)
-            for t in reachable_tensors(vars(layer))
-        ]
-        tiers["other layers"] = stored_bytes(*others)
-        if self.policy.predictor is not None:
-            tiers["predictor"] = stored_bytes(*_reachable(self.policy.predictor))
-        tiers["text"] = stored_bytes(*(self.text.tensors() if self.text is not None else []))
-        tiers["codebook"] = stored_bytes(*(self.codebook.tensors() if self.codebook is not None else []))
-        resident = sum(tiers.values())
-        in_full += tiers["other layers"]
-        return {
-            "resident_bytes": resident,
-            "full_bytes": in_full,
-            "compression": in_full / resident if resident else 1.0,
-            "tiers": tiers,
-            "tokens": tokens,
-            "seen": self.get_seq_length(),
-        }
+        """See :func:`fade_runtime.accounting.memory_report`."""
+        return memory_report(self)
 
     def cache_state_dict(self) -> dict[str, Any]:
         """See :func:`fade_runtime.session.cache_state_dict`."""
@@ -238,41 +276,16 @@ class TieredCache(Cache):
         return telemetry.dump_debug(self, path, slots=slots)
 
 
-def _reachable(predictor: Predictor) -> list[Tensor]:
-    budgets = [] if predictor.budgets is None else [predictor.budgets.lost]
-    return [*predictor.parameters(), *predictor.buffers(), *budgets]
-
-
-def _kind(name: str) -> str:
-    """What a tensor of a layer is counted as."""
-    return "statistics" if name.endswith((".state", "queries")) else KINDS.get(name, OTHER)
-
-
-def reachable_tensors(thing: Any) -> Iterator[Tensor]:
-    """Tensors in nested dicts, lists and tuples."""
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, dict):
-        for each in thing.values():
-            yield from reachable_tensors(each)
-    elif isinstance(thing, list | tuple):
-        for each in thing:
-            yield from reachable_tensors(each)
-
-
-def full_bytes(layer: TieredLayer) -> int:
-    """Bytes of a layer's tokens, padding included, in an uncompressed cache of the model's dtype."""
-    if layer.store is None:
-        return 0
-    full = layer.store.full
-    width = (full.key.shape[3] + full.value.shape[3]) * full.key.element_size()
-    return full.key.shape[0] * layer.store.heads * layer.seen * width
-
-
-def stored_bytes(*tensors: Tensor) -> int:
-    """Bytes of the storages behind ``tensors``, each once, whether or not a view covers its storage."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+def _taken_back(layer: Any, before: int) -> bool:
+    """Whether what a layer took in after ``before`` columns could be taken back."""
+    if not isinstance(layer, CacheLayerMixin):
+        return False  # a recurrent state, which may have changed
+    extra = layer.get_seq_length() - before
+    if extra > 0 and (not isinstance(layer, TieredLayer) or extra > layer.seen - layer.final):
+        return False
+    if extra > 0:
+        layer.take_back(extra)
+    return extra >= 0
 
 
 def create_tiered_cache(
@@ -315,6 +328,8 @@ def create_tiered_cache(
     tiered = sum(map(hf.can_tier, stock))
     memory = None if config.memory is None else _controller(model, config, policy, seen, tiered)
     guard = None if config.guard == "off" else Guard(config, tiered, memory)
+    takers = [index for index, layer in enumerate(stock) if isinstance(layer, CacheLayerMixin)]
+    shared = Shared(max(takers))
     layers = [
         TieredLayer(
             config,
@@ -327,6 +342,7 @@ def create_tiered_cache(
             text=seen,
             memory=memory,
             watch=None if guard is None else guard.watch(index),
+            shared=shared,
         )
         if hf.can_tier(layer)
         else layer
@@ -361,7 +377,7 @@ def _controller(
     model: nn.Module, config: FadeConfig, policy: Policy, text: SeenText | None, layers: int
 ) -> MemoryController:
     assert config.memory is not None
-    predictor = [] if policy.predictor is None else _reachable(policy.predictor)
+    predictor = [] if policy.predictor is None else predictor_tensors(policy.predictor)
     extra = stored_bytes(*predictor, *(text.tensors() if text is not None else []))
     target = target_bytes(config.memory, next(model.parameters()).device)
     return MemoryController(target, layers, extra, config.n_sink + config.recent_window, config.reassign_every)

@@ -20,6 +20,13 @@ def check_tokens(layer: int, held: Tensor | None, key: Tensor, value: Tensor) ->
     Raises:
         FadeError: another batch size, device or dtype than before, numbers that are not finite, or too large to pack.
     """
+    if not key.shape[2]:
+        raise FadeError(f"layer {layer} was given no tokens; call the model with at least one")
+    if held is not None and (key.shape[1], key.shape[3]) != (held.shape[1], held.shape[3]):
+        raise FadeError(
+            f"layer {layer} holds {held.shape[1]} kv heads of dim {held.shape[3]}, the model now gives {key.shape[1]} "
+            f"of {key.shape[3]}; use the model that the cache was made for"
+        )
     if held is not None and key.shape[0] != held.shape[0]:
         raise FadeError(
             f"the batch size changed from {held.shape[0]} to {key.shape[0]}; call cache.reset() before another batch"

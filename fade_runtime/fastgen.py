@@ -137,7 +137,7 @@ class FastGen(Policy):
         """The learned ones, with a predictor."""
         return self.ranking.head_shares(layer, share)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """As whatever ranks the tokens."""
         return self.ranking.score(state, slots, seen, prompt)
 
@@ -176,9 +176,10 @@ class Accumulated(Policy):
         first = prompt.key.shape[1] - last.shape[1]
         return attention_rows(last, prompt.key, prompt.scaling, first=first).sum(1)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """Sum divided by the number of counted queries that could see the token."""
-        return scores.h2o(state, (seen - slots).clamp(max=seen - prompt + min(WINDOW, prompt)))
+        counted = seen - prompt + torch.as_tensor(prompt, device=state.device).clamp(max=WINDOW)
+        return scores.h2o(state, torch.minimum(seen - slots, counted))
 
 
 def fastgen(options: Any) -> FastGen:

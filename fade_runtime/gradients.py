@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fade_runtime.held import HeldCalls
 from fade_runtime.policy import Policy
+from fade_runtime.sequences import Shared
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def reader(layer: TieredLayer, key: Tensor, value: Tensor) -> TieredLayer:
     store.pq = None if store.pq is None else replace(store.pq, state=None)
     other.config = copy.copy(layer.config)
     object.__setattr__(other.config, "compression", "off")
-    other.store, other.positions, other._held, other._waiting = store, copy.copy(layer.positions), [], False
+    other.store, other.held, other.shared, other.prompts = store, HeldCalls(), Shared(), [0] * store.batch
     other._attended, other.policy, other.watch, other.observer = 0, Policy(), None, None
     return other
 

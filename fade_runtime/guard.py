@@ -11,16 +11,17 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fade_runtime.attention import AttentionCall
 from fade_runtime.config import FadeConfig
 from fade_runtime.memory import LEAST, STEPS, MemoryController
-from fade_runtime.monitor import QUERIES, Asked, Look, measure, true_attention, worst
+from fade_runtime.monitor import QUERIES, Look, measure, true_attention, worst
 from fade_runtime.prefetch import fetch
 from fade_runtime.shadow import ShadowEvent
 from fade_runtime.spill import Spill
@@ -83,17 +84,12 @@ class Guard:
 
     def __init__(self, config: FadeConfig, layers: int, memory: MemoryController | None = None) -> None:
         self.config, self.layers, self.memory = config, layers, memory
-        self._bounded = 0  # tokens seen when the compression was last bounded
         self.spill = None if config.spill == "none" else Spill(config.spill, config.spill_dir, config.spill_limit)
         self.watches: list[Watch] = []
         self.cache: Callable[[], TieredCache | None] | None = None
         self.observer: Callable[[GuardEvent | ShadowEvent], None] | None = None
-        self.shadowed: ShadowEvent | None = None
-        self.rollbacks = self.restored = self.fetched = self.looks = 0
-        self.ms = 0.0
-        self._told = False
-        self.redecode_from: int | None = None
-        self.redecodes = False  # whether somebody acts on it
+        self.redecodes = False  # whether somebody acts on what is in doubt
+        self.reset()
         if config.guard == "rollback" and self.spill is None:
             warnings.warn(
                 "guard 'rollback' without a spill store cannot bring evicted tokens back, it can only stop evicting; "
@@ -101,6 +97,30 @@ class Guard:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def reset(self) -> None:
+        """Forget what was seen and done; the watches are reset by their layers."""
+        self._bounded = 0  # tokens seen when the compression was last bounded
+        self.shadowed: ShadowEvent | None = None
+        self.rollbacks = self.restored = self.fetched = self.looks = 0
+        self.ms = 0.0
+        self._told = False
+        self.redecode_from: int | None = None
+
+    STORED: ClassVar = (
+        "_bounded", "rollbacks", "restored", "fetched", "looks", "ms", "_told", "redecode_from",
+    )  # fmt: skip
+
+    def facts(self) -> dict[str, Any]:
+        """What a session stores of it."""
+        shadowed = None if self.shadowed is None else asdict(self.shadowed)
+        return {**{name: getattr(self, name) for name in self.STORED}, "shadowed": shadowed}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on from :meth:`facts`."""
+        for name in self.STORED:
+            setattr(self, name, facts[name])
+        self.shadowed = None if facts["shadowed"] is None else ShadowEvent(**facts["shadowed"])
 
     def watch(self, index: int) -> Watch:
         """The watch of one more layer."""
@@ -197,7 +217,7 @@ class Watch:
         behind: the cache was raised and this layer has not followed yet.
     """
 
-    STORED: ClassVar = ("kl", "raised", "calm", "recovery", "recall", "good", "behind")
+    STORED: ClassVar = ("kl", "raised", "calm", "recovery", "recall", "good", "behind", "_looked")
 
     def __init__(self, guard: Guard, index: int) -> None:
         self.guard, self.index = guard, index
@@ -211,11 +231,11 @@ class Watch:
         self.recovery = self.recall = 1.0
         self.good = 0
         self.behind = False
-        self.asked: Asked | None = None
+        self.asked: AttentionCall | None = None
         self._looked = 0
         self._reviewing = False  # a plan is being made: what is raised comes back after it was carried out
 
-    def begin(self, layer: TieredLayer, asked: Asked) -> None:
+    def begin(self, layer: TieredLayer, asked: AttentionCall) -> None:
         """Follow the cache to the level "full", and remember the newest queries until the end of the call."""
         self.asked = asked.newest(min(QUERIES, layer.config.recent_window))
         if not self.raised:
@@ -320,7 +340,7 @@ class Watch:
         other = copy.copy(self)
         other.reset()
         for name in self.STORED:
-            setattr(other, name, facts[name])
+            setattr(other, name, facts.get(name, getattr(other, name)))
         return other
 
     def _raise(self, layer: TieredLayer, heads: Any) -> int:
@@ -336,7 +356,7 @@ class Watch:
         store = layer.tokens
         if not any(self.raised):
             return 0
-        chosen = torch.tensor(self.raised, device=store.pad.device).repeat(len(store.pad))  # [R]
+        chosen = torch.tensor(self.raised, device=store.full.key.device).repeat(store.batch)  # [R]
         restored = store.restore(lambda tokens: chosen[tokens.token_row()])
         self.guard.restored += restored
         return restored

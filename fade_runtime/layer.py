@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from fade_runtime import gradients, hf
-from fade_runtime.attention import tiered_attention
+from fade_runtime.attention import AttentionCall
 from fade_runtime.checks import check_tokens
 from fade_runtime.config import FadeConfig
 from fade_runtime.fastgen import FastGen
-from fade_runtime.monitor import Asked
+from fade_runtime.held import HeldCall
 from fade_runtime.planner import plan
 from fade_runtime.policy import Policy
-from fade_runtime.positions import Positions
-from fade_runtime.prompt import begin, note_padding
+from fade_runtime.positions import Positions, dense
+from fade_runtime.prompt import begin
+from fade_runtime.sequences import Shared
 from fade_runtime.store import TokenStore
+from fade_runtime.stored_layer import StoredLayer
+from fade_runtime.tiered import attend_tiers
 from fade_runtime.trim import give_back
 from predictor import rope
 from predictor.errors import FadeError
@@ -44,12 +46,15 @@ NO_DROPOUT = (
 )
 
 
-class TieredLayer(CacheLayerMixin):
+class TieredLayer(StoredLayer):
     """Sinks and the newest tokens in full precision, the body packed, the rest evicted.
 
+    A call of the model is *counted* when its queries enter the statistics and the tokens that have left the window
+    move. Most calls are counted at once. Some are held until the next call, as long as they may still be taken back:
+    those of a few tokens (drafts, a question), all of them after :meth:`activate_past_recording`, the chunks of a
+    prompt, and with ``on_rollback="redecode"`` the steps that the guard has not found in order yet.
+
     Attributes:
-        store: the tokens by tier; None until the first keys come.
-        prompt: logical tokens of the first prompt.
         index: of the layer in the model.
         sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
         text: what the cache knows of the words, if its policy asks for it.
@@ -58,9 +63,6 @@ class TieredLayer(CacheLayerMixin):
         observer: told of each compression, or None.
         last_plan: [T] scores or None, tiers before and tiers after the last plan; kept only for an observer.
     """
-
-    is_sliding = False
-    is_croppable = True
 
     def __init__(
         self,
@@ -75,32 +77,26 @@ class TieredLayer(CacheLayerMixin):
         text: SeenText | None = None,
         memory: MemoryController | None = None,
         watch: Watch | None = None,
+        shared: Shared | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(Shared() if shared is None else shared)
         self.config, self.policy, self.index, self.sharers = config, policy, index, sharers
         self.text, self.memory, self.watch = text, memory, watch
         self._config: Callable[[], Any] = weakref.ref(model_config)
-        self._rotary, self._codebook = rotary, codebook
+        self._codebook = codebook
+        self._rotary = rotary
+        self.positions = Positions(
+            rotary, index, streaming=config.positions == "streaming", plain=codebook is not None
+        )
         self.observer: Observer | None = None
         self.reset()
 
-    # -- the Cache contract of transformers ----------------------------------------------------------------------
-
     def reset(self) -> None:
         """Forget everything."""
-        self.keys = self.values = None
-        self.store: TokenStore | None = None
-        self.prompt = self._new = self._attended = 0
-        self._held: list[Tensor] = []  # queries [B, Hq, Q, D] of a prompt that comes in chunks
-        self.positions = Positions(
-            self._rotary,
-            self.index,
-            streaming=self.config.positions == "streaming",
-            plain=self._codebook is not None,
-        )
-        self._waiting = False  # tokens of several calls wait for the first single token
+        super().reset()
+        self._new = self._attended = 0
+        self._counts_now = True  # whether the running call is counted at its end
         self.last_plan: tuple[Tensor | None, Tensor, Tensor] | None = None
-        self.is_initialized = False
         if self.watch is not None:
             self.watch.reset()
 
@@ -115,6 +111,7 @@ class TieredLayer(CacheLayerMixin):
             profiled=isinstance(self.policy, FastGen),
             spill=None if self.watch is None else self.watch.guard.spill,
         )
+        self.prompts = [0] * len(key_states)
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
 
@@ -132,73 +129,22 @@ class TieredLayer(CacheLayerMixin):
         check_tokens(self.index, None if self.store is None else self.store.full.key, key, value)
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        self.tokens.append(key, value)
         self._new, self._attended = key_states.shape[2], 0
-        call = kwargs.get("kwargs")
-        if hf.is_attached(self._config()):
+        call, attached = kwargs.get("kwargs"), hf.is_attached(self._config())
+        if self.held.calls:
+            self.count_held(self._not_to_hold_longer() if attached else None)
+        self.tokens.append(key, value)
+        if attached:
             return hf.hand_over(self, key_states, call), value_states
-        self.positions.take(self.tokens, self._new, (call or {}).get("position_ids"))
-        self.positions.newest = None
+        self._take_in(None, (call or {}).get("position_ids"))
+        self._attended = 1
+        self._note_prompts()
         key, value = self.materialise()
         if gradients.needed(key_states, value_states):
             key, value = gradients.joined(self, key, value, key_states, value_states)
         self._compress_if_due()
+        self._end_call()
         return key, value
-
-    def get_seq_length(self) -> int:
-        """Logical tokens seen, never tokens kept."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks are over logical slots."""
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest ``-tokens_to_remove`` tokens.
-
-        Raises:
-            FadeError: some of them have left full precision already.
-        """
-        if tokens_to_remove > 0:
-            raise FadeError(f"crop({tokens_to_remove}): give a negative number, the tokens to take back")
-        if tokens_to_remove == 0 or self.store is None:
-            return
-        self.store.take_back(-tokens_to_remove)
-        self.prompt = min(self.prompt, self.seen)
-        if self._held:
-            self._held = [torch.cat(self._held, dim=2)[:, :, :tokens_to_remove]]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch (beam search)."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows of the batch, in the given order, as often as named."""
-        if self.store is None:
-            return
-        every = torch.arange(len(self.store.pad), device=self.device)
-        index = every[indices.to(self.device)]  # bool masks too
-        if not torch.equal(index, every):
-            self.store.select(index)
-            self._held = [query[index] for query in self._held]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch."""
-        if self.store is not None:
-            rows = torch.arange(len(self.store.pad), device=self.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def offload(self) -> None:
-        """Refuse: packed tokens stay on their device."""
-        raise FadeError(
-            "the tiered cache does not offload layers; use an offloaded DynamicCache or a smaller budget"
-        )
-
-    prefetch = offload
 
     # -- attention -----------------------------------------------------------------------------------------------
 
@@ -220,126 +166,186 @@ class TieredLayer(CacheLayerMixin):
             FadeError: dropout, and something has left full precision.
         """
         store, self._attended = self.tokens, self._attended + 1
-        first_call = self._attended == 1  # the layer's own; the others come from layers that share its tokens
-        if first_call:
-            if not store.compressed and (store.seen == self._new or self._held or self._waiting):
-                note_padding(store, mask, position_ids)
-            self.positions.take(store, self._new, position_ids)
-            if self.watch is not None:
-                self.watch.begin(self, Asked(query, mask, scaling, softcap))
-            if self._waiting and self._new == 1:
-                self._end_prompt(scaling)
-        weights = self.policy.weights(self._new, self.device) if self._keeps_state and first_call else None
-        starts = store.seen == self._new
-        if first_call and (starts or self._held) and self._new > 1 and self.config.chunked_prefill:
-            self._held.append(query if self._keeps_state else query[:, :, :0])
-        begins = starts and first_call and not self._held
-        out = self._begin(query, scaling, self.seen, softcap is None, mask) if begins else None
+        own = self._attended == 1  # the others come from layers that share this one's tokens
+        if own:
+            self._take_in(mask, position_ids)
+        call = AttentionCall(query, None if store.sequences.plain else mask, scaling, softcap)
+        if own:
+            self._begin_call(call)
+        counts = own and self._counts_now
+        out = self._first_statistics(call) if counts else None
         if out is None and not store.compressed:
             key = self.positions.full_key(store)
             out = hf.dense_attention(module, query, key, store.full.value, mask, scaling, softcap, dropout)
         elif dropout:
             raise FadeError(NO_DROPOUT)
-        if not begins and (out is None or (weights is not None and not self._held)):
-            tiered = self._tiered(query, mask, scaling, softcap, weights)
+        follows = counts and self._keeps_state and not all(store.sequences.begins)
+        if out is None or follows:
+            tiered = attend_tiers(store, self.positions, call, self.policy if follows else None)
             out = tiered.transpose(1, 2) if out is None else out
         if self._attended == 1 + self.sharers:
-            self._compress_if_due()
-            if self.watch is not None:
+            if self._counts_now:
+                self._compress_if_due()
+            if self.watch is not None and self._is_watched:
                 self.watch.end(self, self._new)
-            self.positions.newest = None
-        assert out is not None
+            self._end_call()
         return out
 
-    def _tiered(
-        self,
-        query: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        weights: Tensor | None,
-    ) -> Tensor:
-        """Attention over all tiers; with weights the statistics decay by the new steps and gain what came with them."""
-        store = self.tokens
-        query, full, parts = self.positions.read(store, query)
-        bodies: list[Any] = [part.tokens for part in parts]
-        states = [] if weights is None else [store.full.state, *(tokens.state for tokens in bodies)]
-        return tiered_attention(
-            query,
-            full,
-            parts,
-            scaling=scaling,
-            first=store.seen - query.shape[2],
-            mask=mask,
-            weights=weights,
-            softcap=softcap,
-            into=states,
-            decay=(self.policy.decay or 1.0) ** self._new,
-        )[0]
+    def _take_in(self, mask: Tensor | None, position_ids: Tensor | None) -> None:
+        """Learn from the call which of the newest columns are tokens, and where."""
+        store, new, kept = self.tokens, self._new, self.positions.kept
+        before = store.sequences
+        step = functools.partial(before.extended, new, mask, position_ids, keep_positions=kept)
+        store.tell(self.shared.step(before, step, new, mask, position_ids, kept))
+        self.positions.take(store)
 
-    def _begin(
-        self, query: Tensor, scaling: float, upto: int, plain: bool = False, mask: Tensor | None = None
-    ) -> Tensor | None:
-        """First statistics, and with them the attention [B, Q, Hq, D] where it costs nothing more."""
-        self.prompt = upto
-        if self.tokens.full.state is None:
+    def _note_prompts(self) -> None:
+        """Remember how long the first prompt of each row is that begins in the call that is counted."""
+        sequences = self.tokens.sequences
+        for row, begins in enumerate(sequences.begins):
+            if begins:
+                self.prompts[row] = sequences.counts[row]
+
+    def _begin_call(self, call: AttentionCall) -> None:
+        """Decide whether the call is counted at once or held."""
+        sequences = self.tokens.sequences
+        self._counts_now = not self._holds()
+        if not self._counts_now:
+            self.held.calls.append(HeldCall(call, sequences))
+        else:
+            self._note_prompts()
+        if self._counts_now and (self._keeps_state or self.watch is not None):
+            self.final = self.seen
+        if self.watch is not None and self._is_watched:
+            self.watch.begin(self, call)
+
+    @property
+    def attended(self) -> bool:
+        """Whether the tokens of the running call have been attended to."""
+        return self._attended > 0
+
+    def _end_call(self) -> None:
+        self.shared.ended(self.index)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether the guard looks at the running call: not if it is held, unless the guard decides how long."""
+        return self._counts_now or self._redecodes
+
+    @property
+    def _redecodes(self) -> bool:
+        return self.config.on_rollback == "redecode"
+
+    def _first_statistics(self, call: AttentionCall) -> Tensor | None:
+        """First statistics of rows that begin, and with them the attention [B, Q, Hq, D] where it costs no more."""
+        store = self.tokens
+        if store.full.state is None or not any(store.sequences.begins):
             return None
-        key = self.positions.full_key(self.tokens)[:, :, :upto]
-        given = self.policy, self.tokens, key, query, scaling, self._table, self.text
-        return begin(*given, layer=self.index, plain=plain, mask=mask)
+        key = self.positions.full_key(store)
+        return begin(self.policy, store, key, call, self._table, self.text, layer=self.index)
 
     def _table(self, count: int) -> rope.Table | None:
         """Rotary table of the first positions, for a policy."""
         return None if self._rotary is None else self._rotary.table(torch.arange(count, device=self.device), self.index)
 
-    def _end_prompt(self, scaling: float) -> None:
-        """Do what waited for the first single token: compress all that came before it."""
-        upto = self.seen - 1
-        if self._held:
-            self._begin(torch.cat(self._held, dim=2), scaling, upto)
-            self._held = []
-        self._waiting = False
-        if self._beyond(upto) >= 1:
-            self.compress(upto)
+    def scores(self, state: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        """The policy's scores [T] of tokens by statistic, row (batch x kv head) and slot, [T] each."""
+        store, counts = self.tokens, self.tokens.sequences.counts
+        if len(set(counts)) == 1 and len(set(self.prompts)) == 1:
+            return self.policy.score(state, slots, counts[0], self.prompts[0])
+        row = rows // store.heads
+        prompts = torch.tensor(self.prompts, device=slots.device)
+        return self.policy.score(state, slots, store.sequences.lengths[row], prompts[row])
+
+    # -- calls that are held ---------------------------------------------------------------------------------------
+
+    def _holds(self) -> bool:
+        """Whether the running call may still be taken back, so that it is not counted yet."""
+        if not self._keeps_state and self.config.compression == "off":
+            return False
+        new, first = self._new, self._new == self.seen
+        if self.record_past or (self.config.chunked_prefill and new > 1):
+            return True
+        if self._redecodes:
+            return new == 1 and not first
+        return 1 < new < self.config.reassign_every and not first
+
+    def _not_to_hold_longer(self) -> int:
+        """How many of the held calls are counted before a new one, the oldest first."""
+        calls, new = self.held.calls, self._new
+        if self.record_past:
+            return self.held.older_than(self.seen + new - self.config.recent_window + 1)
+        if self.config.chunked_prefill and new > 1:
+            return 0
+        if self._redecodes and new == 1 and self.watch is not None:
+            return self.held.older_than(min(watch.good for watch in self.watch.guard.watches) + 1)
+        return len(calls)
+
+    def count_held(self, number: int | None = None) -> None:
+        """Count the oldest of the held calls, all by default, as if each had been counted when it came."""
+        held = self.held
+        if self.config.chunked_prefill and not self.record_past and number != 0:
+            held.join()
+        number = len(held.calls) if number is None else min(number, len(held.calls))
+        if not number:
+            return
+        new, self.whole, self.final = self._new, False, max(self.final, held.calls[number - 1].sequences.seen)
+        for each in held.replayed(self.tokens, number):
+            self._count(each)
+        self._new, self.whole = new, True
+
+    def _count(self, held: HeldCall) -> None:
+        self._new, looks = held.sequences.new, self.watch is not None and not self._redecodes
+        self._note_prompts()
+        if looks and self.watch is not None:
+            self.watch.begin(self, held.call)
+        self._first_statistics(held.call)
+        if self._keeps_state and not all(held.sequences.begins):
+            attend_tiers(self.tokens, self.positions, held.call, self.policy)
+        self._compress_if_due()
+        if looks and self.watch is not None:
+            self.watch.end(self, self._new)
 
     # -- tiers ---------------------------------------------------------------------------------------------------
 
-    def _beyond(self, upto: int) -> int:
-        """Tokens in full precision that are neither sinks nor in the window."""
-        return len(self.tokens.full) - (self.seen - upto) - self.config.n_sink - self.config.recent_window
-
     def _compress_if_due(self) -> None:
-        """At the end of a prompt at once; while decoding when enough tokens have left the window."""
+        """At the end of a row's prompt at once; while decoding when enough of its tokens have left the window."""
         if self.config.compression == "off":
             return
-        prompt = self._new == self.seen or self._new >= self.config.reassign_every
-        if self.config.chunked_prefill and self._new > 1:
-            self._waiting = True
-        elif self._beyond(self.seen) >= (1 if prompt else self.config.reassign_every):
-            self.compress()
+        store, every = self.tokens, self.config.reassign_every
+        gained, counts = store.sequences.gained, store.sequences.counts
+        due = [
+            store.waiting(row) >= (1 if new and (new == count or new >= every) else every)
+            for row, (new, count) in enumerate(zip(gained, counts))
+        ]
+        if any(due):
+            self.compress(due)
 
-    def compress(self, upto: int | None = None) -> None:
+    def compress(self, due: list[bool] | None = None) -> None:
         """Move what has left the window into the body, within the budgets; evict the rest.
 
         Args:
-            upto: logical tokens that count as seen; all by default.
+            due: rows of the batch that take part; all by default.
         """
-        upto = self.seen if upto is None else upto
-        started = time.perf_counter()
-        self.tokens.compress(upto, functools.partial(self._reviewed_plan, upto))
+        store, started, whole = self.tokens, time.perf_counter(), self.whole
+        self.final, self.whole = self.seen, False
+        rows = torch.tensor([True] * store.batch if due is None else due, device=self.device)
+        store.compress(rows, functools.partial(self._reviewed_plan, rows))
         if self.memory is not None:
-            self.memory.note(self.index, *self.tokens.body_size())
+            self.memory.note(self.index, *store.body_size())
+        self.whole = whole
         if self._new > 1 and self.index % 4 == 3:  # a prompt; in each layer it would cost 4 % of the time
             give_back(self.device)
         if self.observer is not None:
             self.observer(self, 1e3 * (time.perf_counter() - started))
             self.last_plan = None
 
-    def _reviewed_plan(self, upto: int, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
+    def _reviewed_plan(self, due: Tensor, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
         """Tiers [T] of body tokens by score and budget, after the guard has seen what is to be evicted."""
-        tiers, scores = plan(self, upto, rows, slots, state, now)
+        tiers, scores = plan(self, rows, slots, state, now)
+        tiers = torch.where(due[rows // self.tokens.heads], tiers, now)
         if self.watch is not None:
-            tiers = self.watch.review(self, self._new, upto, rows, slots, now, tiers)
+            tiers = self.watch.review(self, self._new, self.seen, rows, slots, now, tiers)
         if self.observer is not None:
             self.last_plan = scores, now, tiers
         return tiers
@@ -347,7 +353,7 @@ class TieredLayer(CacheLayerMixin):
     def virtual_plan(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row, slot and tier [T] of each body token, as the policy alone would have it now."""
         rows, slots, state, now = self.tokens.body_tokens()
-        return rows, slots, plan(self, self.seen, rows, slots, state, now)[0]
+        return rows, slots, plan(self, rows, slots, state, now)[0]
 
     def materialise(self) -> tuple[Tensor, Tensor]:
         """All keys and values [B, H, S, D] in the model's dtype, for a foreign attention function; nothing is kept.
@@ -356,39 +362,17 @@ class TieredLayer(CacheLayerMixin):
             FadeError: something was evicted; a foreign attention function could not skip it.
         """
         store = self.tokens
-        key = self.positions.full_key(store)
         if not store.compressed:
-            return key, store.full.value
+            return self.positions.full_key(store), store.full.value
         store = store.whole()
         if store.evicted > sum(map(len, store.back)):
             raise FadeError(
                 f"attention implementation {self._config()._attn_implementation!r} cannot skip evicted tokens; "
                 "call cache.attach(), or use FadeConfig.safe()"
             )
-        return store.dense(key, self.positions.original)
+        return dense(store, self.positions)
 
     # -- facts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def tokens(self) -> TokenStore:
-        """The store of a layer that has begun."""
-        assert self.store is not None
-        return self.store
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the layer holds, by its name."""
-        held = {f"{index}.queries": query for index, query in enumerate(self._held)}
-        return held if self.store is None else {**self.store.tensors(), **held}
-
-    def resident(self) -> dict[str, Tensor]:
-        """The same, with what a kernel derived from them and keeps."""
-        derived = {} if self.store is None else self.store.packed.derived
-        return {**self.tensors(), **{f"packed.{name}": tensor for name, tensor in derived.items()}}
-
-    @property
-    def seen(self) -> int:
-        """Logical tokens, padding included."""
-        return 0 if self.store is None else self.store.seen
 
     @property
     def _keeps_state(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,26 @@ class MemoryController:
         if compression is not None and not compression >= 1:
             raise FadeError(f"compression {compression!r} is less than 1, which no cache has; give 1 for a full one")
         self.most = MOST if compression is None else min(float(compression), MOST)
+
+    def reset(self) -> None:
+        """Forget the text and the bound."""
+        self.most, self.compression, self.planned, self.warned = MOST, LEAST, None, False
+        self.held = {}
+
+    def facts(self) -> dict[str, Any]:
+        """What a session stores of it."""
+        named = {name: getattr(self, name) for name in ("target", "most", "compression", "warned")}
+        held = {str(layer): list(each) for layer, each in self.held.items()}
+        planned = None if self.planned is None else [list(self.planned[0][0]), self.planned[0][1], self.planned[1]]
+        return {**named, "held": held, "planned": planned}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on from :meth:`facts`."""
+        for name in ("target", "most", "compression", "warned"):
+            setattr(self, name, facts[name])
+        self.held = {int(layer): (tokens, size) for layer, (tokens, size) in facts["held"].items()}
+        lengths, most, share = facts["planned"] or ([], 0.0, 0.0)
+        self.planned = ((tuple(lengths), most), share) if facts["planned"] else None
 
     def share(self, lengths: Tensor, heads: int, dims: int, itemsize: int, codes: float) -> float:
         """Share of the context that each row's body may keep now.

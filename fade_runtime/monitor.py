@@ -7,14 +7,15 @@ forecast of attention. The monitor looks at true attention, over evicted tokens 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fade_runtime.attention import tiered_attention
+from fade_runtime.attention import AttentionCall, tiered_attention
+from fade_runtime.store import TokenStore
 
 if TYPE_CHECKING:
     from fade_runtime.layer import TieredLayer
@@ -117,68 +118,77 @@ def worst(looks: Sequence[Look]) -> Look:
     )
 
 
-class Asked(NamedTuple):
-    """The newest queries [B, Hq, Q, D] of a call, as its attention was asked for."""
-
-    query: Tensor
-    mask: Tensor | None
-    scaling: float
-    softcap: float | None
-
-    def newest(self, most: int) -> Asked:
-        """The same of the last ``most`` queries."""
-        mask = None if self.mask is None else self.mask[:, :, -most:]
-        return self._replace(query=self.query[:, :, -most:], mask=mask)
-
-
 def true_attention(
-    layer: TieredLayer, asked: Asked, together: int = QUERIES
+    layer: TieredLayer, call: AttentionCall, together: int = QUERIES
 ) -> tuple[list[Tensor], Tensor | None, Tensor]:
     """Attention of a layer's newest queries over all its tokens, the spilled ones included.
 
     Returns:
-        for each ``together`` queries, [R, S] share of attention that each slot received, the mean of those queries
-        and of their group; [R, S] the policy's scores, None if it has none that are shares; [R, S] bool, spilled.
+        for each ``together`` queries, [R, n] share of attention that each slot received, the mean of those queries
+        and of their group (0 in a row that had none); [R, n] the policy's scores, None if it has none that are shares;
+        [R, n] bool, spilled. n: tokens of the longest row.
     """
     store = layer.tokens.whole()
-    query, full, parts = layer.positions.read(store, asked.query)
-    steps, rows = query.shape[2], len(store.pad) * store.heads
-    masses: list[tuple[Tensor, list[Tensor]]] = []
-    for at in range(0, steps, together):
-        some = query[:, :, at : at + together]
-        _, to_full, to_parts = tiered_attention(
-            some,
-            full,
-            parts,
-            scaling=asked.scaling,
-            first=store.seen - steps + at,
-            mask=None if asked.mask is None else asked.mask[:, :, at : at + together],
-            weights=_even(some.shape[2], query.device),
-            softcap=asked.softcap,
-        )
-        assert to_full is not None
-        masses.append((to_full, to_parts))
-    first = torch.arange(rows, device=query.device)[:, None] * store.seen
-    slots = full.slots.clamp(min=0).long().repeat_interleave(store.heads, 0)  # [R, n]
-    real = (full.slots >= store.pad[:, None]).repeat_interleave(store.heads, 0)
-    state = None if full.state is None else full.state.flatten(0, 1)[real]
-    places = [((first + slots)[real], slots[real], state, False)]
-    spilled = {id(tokens) for tokens in store.back}
-    for tokens in (body for body in store.body() if len(body)):
-        at_slot = tokens.slots()
-        places.append((tokens.token_row() * store.seen + at_slot, at_slot, tokens.state, id(tokens) in spilled))
-    scores, *attentions = torch.zeros(1 + len(masses), rows * store.seen, device=query.device)
+    steps, rows, width = call.query.shape[2], store.batch * store.heads, max(store.sequences.counts)
+    scores, *attentions = torch.zeros(1 + -(-steps // together), rows, width, device=call.query.device)
+    for first, view, asked in _views(store, call):
+        query, full, parts = layer.positions.read(view, asked.query)
+        mask = None if asked.mask is None else view.sequences.by_slot(asked.mask)
+        start = view.sequences.first_of(query.shape[2])
+        for attention, at in zip(attentions, range(0, query.shape[2], together)):
+            some = slice(at, at + together)
+            _, to_full, to_parts = tiered_attention(
+                query[:, :, some],
+                full,
+                parts,
+                scaling=asked.scaling,
+                first=start + at,
+                mask=None if mask is None else mask[:, :, some],
+                weights=_even(query[:, :, some].shape[2], query.device),
+                softcap=asked.softcap,
+            )
+            assert to_full is not None
+            real, row, slot = _full_tokens(view)
+            attention[first + row, slot] = to_full.flatten(0, 1)[real]
+            for tokens, received in zip((tokens for tokens in view.body() if len(tokens)), to_parts):
+                attention[first + tokens.token_row(), tokens.slots()] = received
     gone = torch.zeros_like(scores, dtype=torch.bool)
-    for number, (index, at_slot, state, away) in enumerate(places):
-        for attention, (to_full, to_parts) in zip(attentions, masses):
-            attention.index_copy_(0, index, to_parts[number - 1] if number else to_full.flatten(0, 1)[real])
+    for tokens in store.back:
+        gone[tokens.token_row(), tokens.slots()] = True
+    if store.full.state is None:
+        return attentions, None, gone
+    real, row, slot = _full_tokens(store)
+    for rows_of, slots, state in (
+        (row, slot, store.full.state.flatten(0, 1)[real]),
+        *((tokens.token_row(), tokens.slots(), tokens.state) for tokens in store.body()),
+    ):
         if state is not None:
-            scores.index_copy_(0, index, layer.policy.score(state, at_slot, store.seen, layer.prompt))
-        if away:
-            gone.index_fill_(0, index, True)
-    shape = rows, store.seen
-    expected = None if full.state is None else scores.view(shape)
-    return [each.view(shape) for each in attentions], expected, gone.view(shape)
+            scores[rows_of, slots] = layer.scores(state, rows_of, slots)
+    return attentions, scores, gone
+
+
+def _views(store: TokenStore, call: AttentionCall) -> Iterator[tuple[int, TokenStore, AttentionCall]]:
+    """All rows together, or where the call had padding, one by one with the queries that are tokens.
+
+    Yields:
+        the first row (batch x kv head), the store or its view of a row, what was asked there.
+    """
+    sequences, steps = store.sequences, call.query.shape[2]
+    if not sequences.padded:
+        yield 0, store, call
+        return
+    assert sequences.real is not None
+    for row in range(store.batch):
+        asks = sequences.real[row, sequences.seen - steps :]
+        if bool(asks.any()):
+            yield row * store.heads, store.row(row), call.of_row(row, asks, sequences.real[row])
+
+
+def _full_tokens(store: TokenStore) -> tuple[Tensor, Tensor, Tensor]:
+    """Which full-precision columns are tokens [R, n] bool; row and slot of each, [T]."""
+    slots = store.full.slots.repeat_interleave(store.heads, 0).long()
+    real = slots >= 0
+    return real, real.nonzero()[:, 0], slots[real]
 
 
 @functools.lru_cache(maxsize=8)

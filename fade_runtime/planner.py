@@ -65,12 +65,12 @@ def row_budgets(
 
 
 def plan(
-    layer: TieredLayer, upto: int, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor
+    layer: TieredLayer, rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Where a layer's policy and budgets want its body tokens.
 
     Args:
-        layer: gives policy, budgets and what is known of the text. upto: logical tokens that count as seen.
+        layer: gives policy, budgets and what is known of the text.
         rows, slots, state, now: [T] row, slot, statistic and present tier of each token.
 
     Returns:
@@ -79,14 +79,14 @@ def plan(
     config, policy, store = layer.config, layer.policy, layer.tokens
     if not config.ranks:
         return now if config.int4_budget is None else torch.full_like(now, int(config.low)), None
-    scores = policy.score(slots.float() if state is None else state, slots, upto, layer.prompt)
-    lengths, heads = upto - store.pad, store.heads
+    scores = layer.scores(slots.float() if state is None else state, rows, slots)
+    lengths, heads = store.sequences.lengths, store.heads
     most: Tensor | None = None
     if isinstance(policy, FastGen) and layer.text is not None:
         assert store.policies is not None
-        policies, classes = store.policies.flatten(), layer.text.classes(upto)[rows // heads, slots]
-        ages, each = upto - 1 - slots, lengths.repeat_interleave(heads)
-        scores, most = policy.narrow(scores, rows, policies, classes, ages, each)
+        classes = store.sequences.by_slot(layer.text.classes(store.seen))[rows // heads, slots]
+        ages, each = lengths[rows // heads] - 1 - slots, lengths.repeat_interleave(heads)
+        scores, most = policy.narrow(scores, rows, store.policies.flatten(), classes, ages, each)
     share = None if layer.memory is None else layer.memory.share(lengths, heads, *store.widths())
     budgets = row_budgets(config, policy, layer.index, lengths, heads, most, share)
     return plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=config.low).tiers.long(), scores

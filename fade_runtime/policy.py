@@ -80,11 +80,12 @@ class Policy:
         """Share of the context that each kv head of a layer keeps when the mean is ``share``; None: all the same."""
         return None
 
-    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
-        """Importance of tokens, higher = keep.
+    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
+        """Importance of tokens, higher = keep; linear in ``state`` at given slots.
 
         Args:
-            state, slots: [T] of one or many rows. seen: logical tokens so far. prompt: tokens of the first prompt.
+            state: [T] float32 statistics of tokens of one or many rows. slots: [T] their places in their rows.
+            seen: tokens of the row so far. prompt: tokens of its first prompt. Numbers, or [T] where rows differ.
         """
         return scores.position(slots)
 
@@ -100,7 +101,7 @@ class H2O(Policy):
         """Mass over all queries of the prompt."""
         return h2o_mass(prompt.query, prompt.key, prompt.scaling)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """Mass divided by the number of queries that could see the token."""
         return scores.h2o(state, seen - slots)
 
@@ -121,7 +122,7 @@ class Ema(Policy):
         assert self.decay is not None
         return scores.ema(rows, self.decay)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """The average; for tokens younger than the prompt corrected for starting at zero.
 
         Source: Kingma and Ba 2015, Adam (arXiv 1412.6980), section 3.

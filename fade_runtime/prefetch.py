@@ -75,5 +75,5 @@ def _scored(layer: TieredLayer, body: Any, attention: Tensor) -> Any:
     if body.state is None or not len(body):
         return body
     slots = body.slots()
-    unit = layer.policy.score(torch.ones_like(body.state), slots, layer.seen, layer.prompt)  # linear in the state
+    unit = layer.scores(torch.ones_like(body.state), body.token_row(), slots)  # linear in the state
     return replace(body, state=attention[body.token_row(), slots] / unit)

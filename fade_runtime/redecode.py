@@ -141,8 +141,7 @@ def taken_back(cache: TieredCache, ids: Tensor, given: int) -> tuple[Tensor, boo
     if good is None:
         return ids, False
     seen = cache.get_seq_length()
-    free = min(len(layer.tokens.full) for layer in cache.tiered) - cache.config.n_sink
-    drop = min(seen - good, free)
+    drop = min(seen - good, *(layer.seen - layer.final for layer in cache.tiered))
     if drop > 0:
         cache.crop(-drop)
     return ids[:, : max(seen - drop + 1, given)], True  # the last one was chosen when all was in order

@@ -8,6 +8,7 @@ and the same attention kernel; another one rounds otherwise.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -23,12 +24,14 @@ from fade_runtime import hf
 from fade_runtime.cache import TieredCache, create_tiered_cache
 from fade_runtime.config import FadeConfig
 from fade_runtime.layer import TieredLayer
-from fade_runtime.state import layer_facts, restored_layer
+from fade_runtime.sequences import Sequences
+from fade_runtime.session_upgrade import upgraded
+from fade_runtime.state import layer_facts, restored_layer, restored_sequences, sequences_facts
 from predictor.errors import FadeError
 from predictor.provenance import check_provenance, model_provenance
 from predictor.sealed import Sealed
 
-VERSION = 4  # 3 knew parameters in float16 alone, and is read as it is
+VERSION = 5  # 4 and 3 told padding by its number alone; 3 knew parameters in float16 alone (session_upgrade.py)
 OLDEST = 3  # 2 had key scales in 16 bits; 1 read low codes as levels that end at both ends of their range
 TENSORS, FACTS = "session.safetensors", "session.json"
 NAMED = ("tokenizer", "assistant", "spill_dir")  # options that are stored by where they were loaded from
@@ -152,8 +155,10 @@ def cache_state_dict(cache: TieredCache) -> dict[str, Any]:
         FadeError: the cache's model is gone, or a layer holds something that is neither tensor nor plain value.
     """
     model = cache.model
+    cache.settle()
     tensors: dict[str, Tensor] = {}
-    layers = [layer_facts(layer, index, tensors) for index, layer in enumerate(cache.layers)]
+    shared: list[Sequences] = []
+    layers = [layer_facts(layer, index, tensors, shared) for index, layer in enumerate(cache.layers)]
     if cache.text is not None:
         tensors[IDS] = cache.text.ids.to("cpu", copy=True)
     facts = {
@@ -165,6 +170,9 @@ def cache_state_dict(cache: TieredCache) -> dict[str, Any]:
         "model": model_provenance(model),
         "dtype": _dtype(model),
         "layers": layers,
+        "rows": [sequences_facts(each, number, tensors) for number, each in enumerate(shared)],
+        "guard": None if cache.guard is None else cache.guard.facts(),
+        "memory": None if cache.memory is None else cache.memory.facts(),
         "shapes": _shapes(tensors),
     }
     return {"facts": json.loads(json.dumps(facts)), **tensors}
@@ -187,25 +195,44 @@ def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: st
         _check(cache, facts, model, what)
         if _shapes(tensors) != facts["shapes"]:
             raise _damaged(what, "its tensors are not those that it names")
+        if facts["version"] < VERSION:
+            facts, tensors = upgraded(facts, tensors)
+        rows: dict[tuple[int, torch.device], Sequences] = {}
+
+        def shared(number: int, device: torch.device) -> Sequences:
+            key = number, device
+            if key not in rows:
+                rows[key] = restored_sequences(facts["rows"][number], number, tensors, device)
+            return rows[key]
+
         stock = hf.stock_layers(hf.text_config(model))
         new = [
             ours if isinstance(ours, TieredLayer) else theirs
             for ours, theirs in zip(cache.layers, stock, strict=True)
         ]
         layers = [
-            restored_layer(layer, index, stored, tensors, model)
+            restored_layer(layer, index, stored, tensors, model, shared)
             for index, (layer, stored) in enumerate(zip(new, facts["layers"], strict=True))
         ]
         if cache.text is not None:
             ids = tensors[IDS].to(next(model.parameters()).device, copy=True)
+        guard, memory = copy.copy(cache.guard), copy.copy(cache.memory)
+        for each, stored in ((guard, facts["guard"]), (memory, facts["memory"])):
+            if each is not None and stored is not None:
+                each.restore(stored)
     except (FadeError, torch.OutOfMemoryError):
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise _damaged(what, f"{type(error).__name__} {error}") from error
     cache.layers = layers
+    cache.shared.reset()
     if cache.text is not None:
+        cache.text.reset()
         cache.text.ids = ids
+    if cache.memory is not None:
+        vars(cache.memory).update(vars(memory))
     if cache.guard is not None:
+        vars(cache.guard).update(vars(guard))
         cache.guard.watches = [layer.watch for layer in cache.tiered if layer.watch is not None]
 
 

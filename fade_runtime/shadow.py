@@ -55,6 +55,10 @@ class Shadow:
         self.every = every
         self._waits = False  # a call has begun whose end was not seen; a wrapper shows each call twice
 
+    def reset(self) -> None:
+        """Forget the running call."""
+        self._waits = False
+
     def begin(self) -> None:
         """A call begins."""
         self._waits = True

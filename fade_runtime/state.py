@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,55 +11,89 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fade_runtime.attention import FullTokens
+from fade_runtime.attention import AttentionCall, FullTokens
+from fade_runtime.held import HeldCall, HeldCalls
 from fade_runtime.layer import TieredLayer
+from fade_runtime.sequences import Sequences
 from fade_runtime.store import Body
 from predictor.errors import FadeError
 
-SPILLED = "spilled."  # how the names of spilled tensors begin
+SPILLED, HELD, ROWS = "spilled.", "held.", "rows."  # how the names of such tensors begin
+LAYER = ("prompts", "final", "record_past")  # plain attributes of a layer that has begun
+STORE = ("seen", "evicted", "moved")  # and of its store
 
 
-def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor], shared: list[Sequences]) -> dict[str, Any]:
     """Describe a layer of a cache, between two calls of its model.
 
     Args:
         layer: a :class:`TieredLayer` or one of transformers' own.
         index: of the layer.
         tensors: takes copies of what the layer holds, on the CPU, by ``index`` and name.
+        shared: takes the rows of its batch, if they are not in it yet.
 
     Raises:
         FadeError: the layer holds something that is neither a tensor nor a plain value.
     """
     if not isinstance(layer, TieredLayer):
         return {"kind": type(layer).__name__, "attributes": _encode(vars(layer), str(index), tensors)}
-    facts = {
-        "kind": TieredLayer.__name__,
-        "prompt": layer.prompt,
-        "waiting": layer._waiting,
-        "held": len(layer._held),
-        "watch": None if layer.watch is None else layer.watch.facts(),
-    }
+    facts: dict[str, Any] = {"kind": TieredLayer.__name__, "device": None}
+    facts |= {name: getattr(layer, name) for name in LAYER}
+    facts["watch"] = None if layer.watch is None else layer.watch.facts()
     if layer.store is None:
-        return {**facts, "device": None}
+        return facts
+    facts["held"] = [
+        {"new": held.sequences.new, "plain": held.sequences.plain, "scaling": held.call.scaling,
+         "softcap": held.call.softcap}
+        for held in layer.held.calls
+    ]  # fmt: skip
     tensors |= {f"{index}.{name}": _copied(tensor) for name, tensor in layer.tensors().items()}
     store = layer.store
-    counts = {"seen": store.seen, "evicted": store.evicted, "bits": list(store.packed.bits)}
+    if not any(each is store.sequences for each in shared):
+        shared.append(store.sequences)
+    facts["sequences"] = next(at for at, each in enumerate(shared) if each is store.sequences)
+    facts |= {name: getattr(store, name) for name in STORE}
     spilled = store.whole().back
     for at, body in enumerate(spilled):
         tensors |= {f"{index}.{SPILLED}{at}.{name}": _copied(tensor) for name, tensor in body.tensors().items()}
     kinds = [type(body).__name__ for body in spilled]
-    return {**facts, **counts, "spilled": kinds, "device": str(layer.device)}
+    return {**facts, "bits": list(store.packed.bits), "spilled": kinds, "device": str(layer.device)}
+
+
+def sequences_facts(sequences: Sequences, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Describe the rows of a batch; ``tensors`` takes copies of theirs, by :data:`ROWS`, ``number`` and name."""
+    for name in ("real", "positions"):
+        if (tensor := getattr(sequences, name)) is not None:
+            tensors[f"{ROWS}{number}.{name}"] = _copied(tensor)
+    return {name: getattr(sequences, name) for name in ("seen", "batch", "new", "plain")}
+
+
+def restored_sequences(
+    facts: Mapping[str, Any], number: int, tensors: Mapping[str, Tensor], device: torch.device
+) -> Sequences:
+    """Undo :func:`sequences_facts`."""
+    held = {name: tensors.get(f"{ROWS}{number}.{name}") for name in ("real", "positions")}
+    for name, tensor in held.items():
+        if tensor is not None and tensor.shape != (facts["batch"], facts["seen"]):
+            raise ValueError(f"{name} of rows {number} has shape {list(tensor.shape)}")
+    copies = {name: None if tensor is None else _copied(tensor, device) for name, tensor in held.items()}
+    return Sequences(facts["seen"], facts["batch"], device, **copies, new=facts["new"], plain=facts["plain"])
 
 
 def restored_layer(
-    layer: Any, index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
+    layer: Any,
+    index: int,
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    shared: Callable[[int, torch.device], Sequences],
 ) -> Any:
     """Make a layer that holds what :func:`layer_facts` found.
 
     Args:
         layer: a :class:`TieredLayer`, which is left as it is, or a new layer of transformers, which is filled.
         index: of the layer. facts: what was found. tensors: by index and name; they are copied.
-        model: says on which device.
+        model: says on which device. shared: gives the rows of the batch by their number.
 
     Raises:
         FadeError: another release of transformers, whose layer has other attributes.
@@ -68,7 +102,7 @@ def restored_layer(
     if type(layer).__name__ != facts["kind"]:
         raise ValueError(f"layer {index} is a {type(layer).__name__}, a {facts['kind']} is stored")
     if isinstance(layer, TieredLayer):
-        return _tiered(layer, index, facts, tensors, model)
+        return _tiered(layer, index, facts, tensors, model, shared)
     attributes = _decode(facts["attributes"], tensors, model)
     if missing := sorted(set(vars(layer)) - set(attributes)):
         raise FadeError(
@@ -80,13 +114,17 @@ def restored_layer(
 
 
 def _tiered(
-    layer: TieredLayer, index: int, stored: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
+    layer: TieredLayer,
+    index: int,
+    stored: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    shared: Callable[[int, torch.device], Sequences],
 ) -> TieredLayer:
     fresh = copy.copy(layer)
     fresh.watch = None
     fresh.reset()
     fresh.watch = None if layer.watch is None else layer.watch.restored(stored["watch"])
-    fresh.prompt, fresh._waiting = stored["prompt"], stored["waiting"]
     if stored["device"] is None:
         return fresh
     device = _device(model, stored["device"])
@@ -95,8 +133,10 @@ def _tiered(
         name.removeprefix(start): _copied(t, device) for name, t in tensors.items() if name.startswith(start)
     }
     spilled = {name: held.pop(name) for name in list(held) if name.startswith(SPILLED)}
-    fresh._held = [held.pop(f"{number}.queries") for number in range(stored["held"])]
+    queries = {name: held.pop(name) for name in list(held) if name.startswith(HELD)}
     fresh.lazy_initialization(held["full.key"], held["full.value"])
+    for name in LAYER:
+        setattr(fresh, name, stored[name])
     store = fresh.tokens
     if set(held) != set(store.tensors()) or list(store.packed.bits) != stored["bits"]:
         raise ValueError(f"layer {index} stores tokens in another form")
@@ -106,8 +146,13 @@ def _tiered(
     store.full = FullTokens(**parts["full"])
     store.packed = replace(store.packed, **parts["packed"])
     store.pq = None if store.pq is None else replace(store.pq, **parts["pq"])
-    store.pad, store.shift, store.policies = held["pad"], held["shift"], held.get("policies")
-    store.seen, store.evicted = stored["seen"], stored["evicted"]
+    store.policies = held.get("policies")
+    for name in STORE:
+        setattr(store, name, stored[name])
+    store.sequences = shared(stored["sequences"], device)
+    if not len(store.moved) == len(fresh.prompts) == store.batch == store.sequences.batch:
+        raise ValueError(f"layer {index} has another batch size")
+    fresh.held = _held(stored["held"], queries, store.sequences)
     none = [body.keep(torch.zeros(len(body), dtype=torch.bool, device=device)) for body in store.body()]
     for at, kind in enumerate(stored.get("spilled", ())):
         start = f"{SPILLED}{at}."
@@ -116,6 +161,16 @@ def _tiered(
         if store.spilled is None or not store.spilled.add(bodies):
             store.take_in(bodies)
     return fresh
+
+
+def _held(stored: Sequence[Mapping[str, Any]], tensors: dict[str, Tensor], sequences: Sequences) -> HeldCalls:
+    calls: list[HeldCall] = []
+    for number, facts in reversed([*enumerate(stored)]):
+        query, mask = tensors[f"{HELD}{number}.queries"], tensors.get(f"{HELD}{number}.mask")
+        sequences = replace(sequences, new=facts["new"], plain=facts["plain"])
+        calls.append(HeldCall(AttentionCall(query, mask, facts["scaling"], facts["softcap"]), sequences))
+        sequences = sequences.cropped(facts["new"])
+    return HeldCalls(calls[::-1])
 
 
 def _encode(thing: Any, name: str, tensors: dict[str, Tensor]) -> Any:

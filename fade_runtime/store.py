@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fade_runtime.attention import FullTokens
 from fade_runtime.config import FadeConfig
-from fade_runtime.kernels.reference import Part, decoded
 from fade_runtime.packed import PackedTokens, pack_tokens
+from fade_runtime.sequences import Sequences
 from fade_runtime.spill import Spill, SpilledTokens
-from fade_runtime.tiers import Tier, rank_in_row
+from fade_runtime.tiers import Tier
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class TokenStore:
         pq: the PQ tier, or None if there is none.
         policies: [B, H] int8 policy of each kv head (``fastgen.Keeps``), or None.
         spilled: evicted tokens that can come back, or None. back: those, in the view that :meth:`whole` gives.
-        pad: [B] int64 slots of left padding in each row.
-        shift: [B] int64 slot less position id.
-        seen: logical tokens, padding included.
+        sequences: which columns are tokens of which row; a token's slot is its place among them.
+        moved: the slot up to which each row's tokens have left full precision, sinks excepted.
+        seen: columns, padding included.
         evicted: tokens that left and are not back, over all rows.
     """
 
@@ -93,9 +93,14 @@ class TokenStore:
         self.policies = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
         self.spilled = None if spill is None else SpilledTokens(spill, key.device)
         self.back: list[Body] = []
-        self.pad = torch.zeros(batch, dtype=torch.long, device=key.device)
-        self.shift = torch.zeros_like(self.pad)
+        self.sequences = Sequences(0, batch, key.device)
+        self.moved = [0] * batch
         self.seen = self.evicted = 0
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return self.full.key.shape[0]
 
     @property
     def heads(self) -> int:
@@ -133,48 +138,50 @@ class TokenStore:
         self.evicted -= count
         return count
 
-    def position_ids(self, slots: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Original position ids of slots [B, n], or of slots [T] of rows [T] (batch x kv head)."""
-        shift = self.shift[:, None] if rows is None else self.shift[rows // self.heads]
-        return (slots - shift).clamp(min=0)
-
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Take in the next tokens [B, H, Q, D]."""
+        """Take in the next columns [B, H, Q, D]; :meth:`tell` says which of them are tokens."""
         full, steps = self.full, key.shape[2]
         slots = torch.constant_pad_nd(full.slots, (0, steps), self.seen)
         if steps > 1:
             slots[:, -steps:] += torch.arange(steps, dtype=torch.int32, device=key.device)
-        self.full = FullTokens(
+        grown = FullTokens(
             torch.cat((full.key, key), dim=2),
             torch.cat((full.value, value), dim=2),
             slots,
             None if full.state is None else torch.constant_pad_nd(full.state, (0, steps)),
         )
         if "holes" in vars(full):  # a new token is none
-            vars(self.full)["holes"] = full.holes
-        self.seen += steps
+            vars(grown)["holes"] = full.holes
+        seen = self.seen + steps
+        self.full, self.seen = grown, seen  # together, so that no interrupt comes between
 
-    def take_back(self, count: int) -> None:
-        """Forget the newest ``count`` tokens.
+    def tell(self, sequences: Sequences) -> None:
+        """Say which of the newest columns are tokens, and which slots they have."""
+        self.sequences = sequences
+        if sequences.real is not None:
+            slots = self.full.slots.clone()
+            slots[:, slots.shape[1] - sequences.new :] = sequences.newest_slots().to(slots.dtype)
+            self.full = replace(self.full, slots=slots)
 
-        Raises:
-            FadeError: some of them have left full precision already.
-        """
-        free = len(self.full) - (self.config.n_sink if self.compressed else 0)
-        if count > free:
-            raise FadeError(
-                f"cannot take back {count} tokens: only the newest {free} are in full precision; raise recent_window"
-            )
-        keep = torch.arange(len(self.full) - count, device=self.pad.device)
-        self.full = self._columns(keep.expand(len(self.pad), -1))
-        self.seen -= count
+    def take_back(self, count: int) -> tuple[Tensor, Tensor]:
+        """Forget the newest ``count`` columns, which are all in full precision; returns their keys and values."""
+        full, left = self.full, len(self.full) - count
+        taken = full.key[:, :, left:], full.value[:, :, left:]
+        keep = torch.arange(left, device=full.slots.device)
+        shorter = self._columns(keep.expand(len(full.slots), -1))
+        sequences = self.sequences.cropped(count) if self.sequences.seen == self.seen else self.sequences
+        seen = self.seen - count
+        self.full, self.sequences, self.seen = shorter, sequences, seen  # together, so that no interrupt comes between
+        return taken
 
-    def select(self, index: Tensor) -> None:
-        """Keep rows [n] of the batch, in the given order, as often as named."""
+    def select(self, index: Tensor, sequences: Sequences) -> None:
+        """Keep rows [n] of the batch, in the given order, as often as named; ``sequences`` are theirs."""
         full, heads = self.full, self.heads
         state = None if full.state is None else full.state[index]
         self.full = FullTokens(full.key[index], full.value[index], full.slots[index], state)
-        self.pad, self.shift = self.pad[index], self.shift[index]
+        self.sequences = sequences
+        same = len(set(self.moved)) == 1  # a GPU would be waited for
+        self.moved = self.moved[:1] * len(index) if same else [self.moved[row] for row in index.tolist()]
         self.policies = None if self.policies is None else self.policies[index]
         rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
         self.packed = self.packed.select_rows(rows)
@@ -182,15 +189,46 @@ class TokenStore:
         if self.spilled is not None:
             self.take_in(self.spilled.select_rows(rows))
 
-    def compress(self, upto: int, plan: Planner) -> None:
+    def row(self, row: int) -> TokenStore:
+        """A copy of one row of the batch, as if it were alone; :meth:`put_statistics` takes its statistics back."""
+        view, full = copy.copy(self), self.full
+        at = self._tokens_of(row)
+        key, value = full.key[row : row + 1, :, at], full.value[row : row + 1, :, at]
+        state = None if full.state is None else full.state[row : row + 1, :, at]
+        view.full = FullTokens(key, value, full.slots[row : row + 1, at], state)
+        rows = torch.arange(row * self.heads, (row + 1) * self.heads, device=at.device)
+        view.packed = self.packed.select_rows(rows)
+        view.pq = None if self.pq is None else self.pq.select_rows(rows)
+        view.back = [tokens.select_rows(rows) for tokens in self.back]
+        view.sequences, view.spilled = self.sequences.row(row), None
+        view.seen = view.sequences.seen
+        return view
+
+    def put_statistics(self, row: int, view: TokenStore) -> None:
+        """Take over the statistics of a row's view."""
+        if self.full.state is not None and view.full.state is not None:
+            self.full.state[row][:, self._tokens_of(row)] = view.full.state[0]
+        for tokens, changed in zip(self.body(), view.body()):
+            if tokens.state is not None and changed.state is not None:
+                tokens.state[tokens.token_row() // self.heads == row] = changed.state
+
+    def _tokens_of(self, row: int) -> Tensor:
+        return (self.full.slots[row] >= 0).nonzero()[:, 0]
+
+    def waiting(self, row: int) -> int:
+        """Tokens of a row in full precision that are neither sinks nor in the window."""
+        length = self.sequences.counts[row]
+        return max(0, length - self.config.recent_window - max(self.config.n_sink, self.moved[row]))
+
+    def compress(self, due: Tensor, plan: Planner) -> None:
         """Move what has left the window into the body, and the body's tokens to the tiers that a plan gives them.
 
         Args:
-            upto: logical tokens that count as seen; the window is the last of them.
+            due: [B] bool, rows that take part; the others stay as they are.
             plan: decides.
         """
-        from_recent = upto - self.config.recent_window
-        leaving, body = self._leaving(from_recent), self.body()
+        from_recent = (self.sequences.lengths - self.config.recent_window).clamp(min=0)  # [B]
+        leaving, body = self._leaving(due, from_recent), self.body()
         counts = [len(tokens) for tokens in body] + [len(leaving.row)]
         rows, slots, states, here = self.body_tokens()
         here = torch.cat((here, torch.full_like(leaving.row, Tier.INT4)))
@@ -210,7 +248,8 @@ class TokenStore:
         if bool((packed_tiers != self.tiers(self.packed)).any()):
             self.packed = self.packed.retier(packed_tiers)
         self.packed = self.packed.join(added)
-        self.full = self._columns(self._staying(from_recent))
+        self.full = self._columns(self._staying(due, from_recent))
+        self.moved = torch.where(due, from_recent, torch.tensor(self.moved, device=due.device)).tolist()
         self.evicted += int((tiers == Tier.EVICTED).sum())
 
     def body_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -224,10 +263,15 @@ class TokenStore:
             torch.cat([self.tiers(tokens) for tokens in body]),
         )
 
-    def _leaving(self, from_recent: int) -> _Leaving:
-        """Full-precision tokens that are neither sinks nor in the window."""
+    def _leaves(self, due: Tensor, from_recent: Tensor) -> Tensor:
+        """[B, n] bool: full-precision tokens of due rows that are neither sinks nor in the window."""
+        slots = self.full.slots
+        return (slots >= self.config.n_sink) & (slots < from_recent[:, None]) & due[:, None]
+
+    def _leaving(self, due: Tensor, from_recent: Tensor) -> _Leaving:
+        """What :meth:`_leaves` says."""
         full, columns = self.full, len(self.full)
-        leaves = (full.slots >= self.pad[:, None] + self.config.n_sink) & (full.slots < from_recent)  # [B, n]
+        leaves = self._leaves(due, from_recent)
         row, column = leaves[:, None].expand(-1, self.heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
         state = None if full.state is None else full.state.reshape(-1, columns)[row, column]
         return _Leaving(row, column, full.slots[row // self.heads, column].long(), state)
@@ -264,7 +308,7 @@ class TokenStore:
         return self.spilled.add(away)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stored tensor by its name: "pad", "shift", "policies"; ``full.``, ``packed.``, ``pq.`` and field."""
+        """Every stored tensor by its name: "policies"; ``full.``, ``packed.``, ``pq.`` and field."""
         full = {name: tensor for name, tensor in vars(self.full).items() if isinstance(tensor, Tensor)}
         parts = {
             "full": full,
@@ -274,19 +318,18 @@ class TokenStore:
         found = {
             f"{part}.{name}": tensor for part, stored in parts.items() for name, tensor in stored.items()
         }
-        rows = {"pad": self.pad, "shift": self.shift, "policies": self.policies}
-        return {**found, **{name: tensor for name, tensor in rows.items() if tensor is not None}}
+        return found if self.policies is None else {**found, "policies": self.policies}
 
     def counts(self) -> dict[str, int]:
         """Tokens in each tier, summed over rows; padding is no token."""
-        low, real = len(self.packed.low_key_codes), self.full.slots >= self.pad[:, None]
+        low, real = len(self.packed.low_key_codes), self.full.slots >= 0
         kept = {
             "FP16": int(real.sum()) * self.heads,
             "INT4": len(self.packed) - low,
             "INT2": low,
             "PQ": 0 if self.pq is None else len(self.pq),
         }
-        return {**kept, "EVICTED": int((self.seen - self.pad).sum()) * self.heads - sum(kept.values())}
+        return {**kept, "EVICTED": sum(self.sequences.counts) * self.heads - sum(kept.values())}
 
     def body_size(self) -> tuple[int, int]:
         """Tokens of the body and the bytes that they take."""
@@ -332,15 +375,12 @@ class TokenStore:
             old = old.join(more)
         return old
 
-    def _staying(self, from_recent: int) -> Tensor:
-        """Columns [B, n_sink + window] of the full-precision tokens that stay; -1 where a short row has none."""
-        full, device = self.full, self.pad.device
-        sinks = self.pad[:, None] + torch.arange(self.config.n_sink, device=device)  # [B, n_sink] slots
-        found = full.slots[:, None, :] == sinks[:, :, None]
-        there = found.any(-1) & (sinks < from_recent)
-        sinks = torch.where(there, found.int().argmax(-1), -1)
-        recent = torch.arange(len(full) - min(self.seen - from_recent, len(full)), len(full), device=device)
-        return torch.cat((sinks, recent.expand(sinks.shape[0], -1)), dim=1)
+    def _staying(self, due: Tensor, from_recent: Tensor) -> Tensor:
+        """Columns [B, n] of the full-precision tokens that stay, in order; -1 where a row has fewer than others."""
+        stays = (self.full.slots >= 0) & ~self._leaves(due, from_recent)
+        most = int(stays.sum(1).max())
+        order = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+        return torch.where(stays.gather(1, order), order, -1)
 
     def _columns(self, columns: Tensor) -> FullTokens:
         """Full-precision tokens at ``columns`` [B, n] (-1: a hole), copied."""
@@ -355,42 +395,3 @@ class TokenStore:
         """Replace the keys of the newest tokens by [B, H, Q, D]."""
         older = self.full.key[:, :, : len(self.full) - key.shape[2]]
         self.full = replace(self.full, key=torch.cat((older, key.to(older.dtype)), dim=2))
-
-    def contiguous(self) -> tuple[Tensor, list[Tensor]]:
-        """Positions counted over the kept tokens of each row, oldest first.
-
-        Returns:
-            [B, H, n] int64 of the full-precision tokens (0 for padding and holes), and [T] of each tier of the body.
-        """
-        full, body = self.full, self.body()
-        rows = torch.cat([tokens.token_row() for tokens in body])
-        order = torch.cat([tokens.slots() for tokens in body]).argsort(stable=True)
-        order = order[rows[order].argsort(stable=True)]
-        rank = torch.empty_like(rows)
-        rank[order] = rank_in_row(rows[order])
-        real = full.slots >= self.pad[:, None]  # [B, n]
-        is_sink = real & (full.slots < self.pad[:, None] + self.config.n_sink)
-        sinks = is_sink.sum(1)  # [B]
-        kept = torch.bincount(rows, minlength=len(self.pad) * self.heads).view(-1, self.heads, 1)  # [B, H, 1]
-        at = (real.cumsum(1) - 1).clamp(min=0)[:, None] + kept * (real & ~is_sink)[:, None]
-        return at, list((rank + sinks[rows // self.heads]).split([len(tokens) for tokens in body]))
-
-    def dense(self, full_key: Tensor, read: Callable[[TokenStore, Body], Part]) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, H, S, D] in the model's dtype, if nothing was evicted.
-
-        Args:
-            full_key: [B, H, n, D] keys of the full-precision tokens, rotated.
-            read: says how the keys of a tier are to be rotated.
-        """
-        full = self.full
-        batch, heads = full.key.shape[:2]
-        key, value = (t.new_zeros(batch, heads, self.seen, t.shape[3]) for t in (full.key, full.value))
-        for tokens in self.body():
-            row, slot = tokens.token_row(), tokens.slots()
-            keys, values = decoded(read(self, tokens))
-            key.flatten(0, 1)[row, slot] = keys.to(key.dtype)
-            value.flatten(0, 1)[row, slot] = values.to(value.dtype)
-        at, column = (full.slots >= 0).nonzero(as_tuple=True)
-        for out, stored in ((key, full_key), (value, full.value)):
-            out[at, :, full.slots[at, column].long()] = stored[at, :, column]
-        return key, value

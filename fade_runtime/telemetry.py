@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fade_runtime import hf
+from fade_runtime.accounting import full_bytes, stored_bytes
 from fade_runtime.attention import pick_kernel
-from fade_runtime.cache import TieredCache, full_bytes, stored_bytes
+from fade_runtime.cache import TieredCache
 from fade_runtime.guard import GuardEvent
 from fade_runtime.layer import TieredLayer
 from fade_runtime.session import stored_options
@@ -288,12 +289,11 @@ def _rows(layer: TieredLayer, slots: bool) -> Iterator[dict[str, Any]]:
     tiers = (Tier.INT4, Tier.INT2, Tier.PQ)
     body = [(tokens.token_row(), tokens.slots(), store.tiers(tokens)) for tokens in store.body()]
     rows, places, kinds = (torch.cat(each) for each in zip(*body))
-    for row in range(len(store.pad) * store.heads):
+    for row in range(store.batch * store.heads):
         batch, head = divmod(row, store.heads)
         full = store.full.slots[batch]
-        kept = {"FP16": full[full >= store.pad[batch]].tolist()}
+        kept = {"FP16": full[full >= 0].tolist()}
         kept |= {tier.name: places[(rows == row) & (kinds == tier)].sort().values.tolist() for tier in tiers}
-        real = max(0, store.seen - int(store.pad[batch]))
         counts = {name: len(found) for name, found in kept.items()}
-        counts["EVICTED"] = real - sum(counts.values())
+        counts["EVICTED"] = store.sequences.counts[batch] - sum(counts.values())
         yield {"batch": batch, "head": head, "tokens": counts, **({"slots": kept} if slots else {})}

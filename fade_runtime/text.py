@@ -87,18 +87,27 @@ class SeenText:
         assert self.table is not None
         return self.table[self.upto(seen)]
 
-    def helped(self, score: Tensor, row: int, start: int) -> Tensor:
+    def helped(self, score: Tensor, row: int, columns: slice | Tensor) -> Tensor:
         """Scores of a prompt with the assistant's part in them; without an assistant as they are.
 
         Args:
-            score: [H, S] of one sequence, shares of attention. row: of the batch. start: slot where it begins.
+            score: [H, S] of one sequence, shares of attention. row: of the batch. columns: where its S tokens are.
         """
         if self.assistant is None:
             return score
-        end = start + score.shape[1]
-        if (row, start, end) not in self._heard:  # once for all layers
-            self._heard[row, start, end] = self.assistant.importance(self.upto(end)[row, start:])
-        return self.assistant.fused(score, self._heard[row, start, end])
+        key = row, self.ids.shape[1], score.shape[1]
+        if key not in self._heard:  # once for all layers
+            self._heard[key] = self.assistant.importance(self.ids[row, columns])
+        return self.assistant.fused(score, self._heard[key])
+
+    def crop(self, seen: int) -> None:
+        """Forget what is beyond the first ``seen`` tokens."""
+        self.ids = self.ids[:, :seen]
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.ids = torch.zeros(0, 0, dtype=torch.int32)
+        self._heard = {}
 
     def select(self, index: Tensor) -> None:
         """Keep rows of the batch, by number or as a bool mask."""

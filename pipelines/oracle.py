@@ -52,7 +52,7 @@ class Foresight(Policy):
         """Those of the cache's own policy."""
         return self.policy.head_shares(layer, share)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int, prompt: int) -> Tensor:
+    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """The future itself."""
         return state
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fade_runtime import attention
-from fade_runtime.attention import FullTokens, is_causal, tiered_attention
+from fade_runtime.attention import FullTokens, tiered_attention
 from fade_runtime.kernels.reference import Part, dequantise
 from fade_runtime.packed import pack_tokens
 
@@ -132,18 +132,3 @@ def test_holes_are_invisible() -> None:
         )
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
 
-
-@pytest.mark.parametrize("pad", [0, 3])
-def test_only_causality_and_padding_count_as_causal(pad: int) -> None:
-    at = torch.arange(9)
-    plain = ((at <= at[:, None]) & (at >= pad))[None, None].expand(2, 1, 9, 9).clone()
-    pads = torch.tensor([pad, pad])
-    assert is_causal(plain, pads)
-    plain[:, :, :pad] = True  # what padding sees is of no interest
-    assert is_causal(plain, pads)
-    for row, query, slot in ((1, 8, pad), (0, 7, 8)):  # a window, and a look ahead
-        other = plain.clone()
-        other[row, 0, query, slot] ^= True
-        assert not is_causal(other, pads)
-    assert not is_causal(torch.where(plain, 0.0, -1e9), pads)
-    assert not is_causal(plain.expand(2, 4, 9, 9), pads)

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.hf import forward_kwargs
+from fade_runtime.positions import contiguous
 
 from .test_memory import reachable_bytes
 
@@ -98,7 +99,7 @@ def test_generation_runs_past_the_trained_context(tiny_model: Callable[..., Any]
         sizes.append(cache.memory_report()["resident_bytes"])
     assert cache.get_seq_length() == 60 + 256
     assert max(sizes[128:]) <= 1.2 * max(sizes[:128])  # pages thin out to a few tokens each
-    at, body = cache.tiered[0].tokens.contiguous()
+    at, body = contiguous(cache.tiered[0].tokens)
     assert int(at.max()) < 64  # positions stay inside what the model was trained for
     assert all(int(where.max()) < 64 for where in body if len(where))
     assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)

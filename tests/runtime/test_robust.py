@@ -76,7 +76,7 @@ def test_taking_back_is_exact_or_refused_when_something_was_evicted(model: Any, 
         _step(model, each, _ids(1, 90))
     _step(model, cache, _ids(1, number, 1))
     if number >= 30 + 16:
-        with pytest.raises(FadeError, match="only the newest .* are in full precision; raise recent_window"):
+        with pytest.raises(FadeError, match="only the newest 60 have not entered statistics .*activate_past_recording"):
             cache.crop(-(number + 17))
         return
     cache.crop(-number)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache, load_session, save_session
 from fade_runtime.hf import forward_kwargs
@@ -24,6 +24,7 @@ from predictor.provenance import model_provenance
 from tests.conftest import ROOT, make_tiny_model
 from tests.families import FAMILIES
 
+from .compare import differences
 from .test_memory import reachable_bytes
 from .test_policy import _bundle
 
@@ -187,33 +188,6 @@ def test_another_process_goes_on_with_exactly_the_same_logits(
     assert torch.equal(got, expected)
 
 
-def differences(a: Any, b: Any, where: str = "cache") -> list[str]:
-    """Where two objects differ: attributes, items, tensors with their dtypes and strides."""
-    if type(a) is not type(b):
-        return [f"{where}: {type(a)} and {type(b)}"]
-    if isinstance(a, Tensor):
-        alike = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        dense = a.is_contiguous() or a.numel() < a.untyped_storage().nbytes() // a.element_size()
-        return [] if alike and (dense or a.stride() == b.stride()) else [where]
-    if isinstance(a, dict):
-        found = [f"{where} {key}" for key in a.keys() ^ b.keys()]
-        return found + [
-            d for key in a.keys() & b.keys() for d in differences(a[key], b[key], f"{where}.{key}")
-        ]
-    if isinstance(a, (list, tuple)):
-        pairs = enumerate(zip(a, b))
-        return [where] * (len(a) != len(b)) + [
-            d for i, (x, y) in pairs for d in differences(x, y, f"{where}[{i}]")
-        ]
-    if (
-        isinstance(a, nn.Module)
-        or callable(a)
-        or type(a).__module__ in ("predictor.rope", "fade_runtime.policy")
-    ):
-        return []  # of the model, not of the text
-    return differences(vars(a), vars(b), where) if hasattr(a, "__dict__") else [where] * (a != b)
-
-
 @pytest.mark.parametrize(
     "case", ["learned", "pq streaming", "in the middle of a prompt", "qwen3_next", "gemma3"]
 )
@@ -227,7 +201,7 @@ def test_every_attribute_comes_back(case: str, tmp_path: Path) -> None:
     assert differences(cache.layers, other.layers) != []
     other.load_cache_state_dict(cache.cache_state_dict())
     for layer in (*cache.tiered, *other.tiered):
-        layer._new = layer._attended = 0  # of the last call
+        layer._new, layer._attended, layer._counts_now = 0, 0, True  # of the last call
     assert differences(cache.layers, other.layers) == []
     assert other.memory_report()["resident_bytes"] == reachable_bytes(other)
     assert other.memory_report()["tokens"] == cache.memory_report()["tokens"]

@@ -91,8 +91,8 @@ def test_a_state_that_lacks_something_is_refused(tiny: Any) -> None:
     layers, whole = cache.layers, cache.cache_state_dict()
     for change in (
         lambda state: state.pop("0.packed.key_codes"),
-        lambda state: state.update({"0.pad": state["0.pad"][:1]}),
-        lambda state: state.update({"0.pad": state["0.pad"].int()}),
+        lambda state: state.update({"0.full.slots": state["0.full.slots"][:, 1:]}),
+        lambda state: state.update({"0.full.slots": state["0.full.slots"].long()}),
         lambda state: state["facts"]["layers"][0].pop("seen"),
         lambda state: state["facts"]["layers"].pop(),
         lambda state: state.pop("facts"),
@@ -238,4 +238,4 @@ def test_another_format_is_named(written: tuple[Path, TieredCache, dict[str, Any
     for version, remedy in ((99, "upgrade fade-predictor"), (2, "use the release that wrote it")):
         facts = {**json.loads((path / FACTS).read_text()), "version": version}
         other = damaged_copy(path, FACTS, json.dumps(facts).encode())
-        assert_refused(other, *receiver, match=f"has format {version}, this release reads 3 to 4; {remedy}")
+        assert_refused(other, *receiver, match=f"has format {version}, this release reads 3 to 5; {remedy}")
