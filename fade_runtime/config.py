@@ -98,7 +98,8 @@ class FadeConfig:
         shadow_every: decode steps between two runs of the whole text in full precision, with which the guard compares
             next-token distributions; each costs as much as a prompt of that length. None: never.
         on_rollback: "continue" with the text as it is, or "redecode": drop the tokens generated since all layers were
-            last found in order, and decode them again (:mod:`fade_runtime.redecode`).
+            last found in order, and decode them again (:mod:`fade_runtime.redecode`); until they are found in order
+            they stay in full precision and out of the statistics, about ``monitor_every`` tokens.
         compression: "off": this cache keeps everything exact, for requests that must not be risked.
         strict: refuse a predictor or codebook that was trained for another model; with False, warn.
         phase: FADE's name for a stage: "1a" and "1b" evict nothing, "2" evicts; None: the budgets say it.

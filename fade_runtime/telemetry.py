@@ -247,7 +247,7 @@ def dump_debug(cache: TieredCache, path: str | Path, *, slots: bool = False) -> 
     Args:
         cache: in any state.
         path: of the file, which is replaced.
-        slots: also list the logical slots in each tier.
+        slots: also list the slots in each tier: places among the tokens of a row, padding left out.
 
     Returns:
         The path. The file has the options, the memory report and for each layer: its kind and, if it is tiered,
