@@ -125,6 +125,12 @@ class TieredCache(Cache):
                 "this model's attention does not go over this cache; make one for it with create_tiered_cache(model)"
             )
 
+    def count_held(self) -> None:
+        """Make final what may still be taken back; else a call of a few tokens is counted when the next one comes."""
+        with self._all_or_broken():
+            for layer in self.tiered:
+                layer.count_held()
+
     def settle(self) -> None:
         """Take back what a call of the model left behind that did not end: an exception, an interrupt.
 

@@ -290,8 +290,10 @@ class TieredLayer(StoredLayer):
         if not number:
             return
         new, self.whole, self.final = self._new, False, max(self.final, held.calls[number - 1].sequences.seen)
-        for each in held.replayed(self.tokens, number):
-            self._count(each)
+        inference = torch.inference_mode(self.tokens.full.key.is_inference())  # as when they came, wherever this is
+        with torch.no_grad(), inference, torch.autocast(self.device.type, enabled=False):
+            for each in held.replayed(self.tokens, number):
+                self._count(each)
         self._new, self.whole = new, True
 
     def _count(self, held: HeldCall) -> None:
@@ -328,6 +330,8 @@ class TieredLayer(StoredLayer):
             due: rows of the batch that take part; all by default.
         """
         store, started, whole = self.tokens, time.perf_counter(), self.whole
+        if store.sequences.seen < store.seen:  # nobody attended to the newest
+            self._take_in(None, None)
         self.final, self.whole = self.seen, False
         rows = torch.tensor([True] * store.batch if due is None else due, device=self.device)
         store.compress(rows, functools.partial(self._reviewed_plan, rows))

@@ -274,7 +274,8 @@ class Shared:
 
     def step(self, before: Sequences, do: Callable[[], Sequences], *given: Any) -> Sequences:
         """What ``do`` gives, once for the same ``before`` and the same other arguments."""
-        key = before, *given
+        rows: Any = before if before.seen else (before.batch, before.device)  # at the start each layer has its own
+        key = rows, *given
         if self._value is None or len(key) != len(self._key) or not all(map(_is, self._key, key)):
             self._value = do()
             self._key = tuple(_weak(each) for each in key)

@@ -289,6 +289,7 @@ class Run:
         if not self.tiered:
             full = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
             return full * 2 // width, full * 2 // width
+        self.cache.count_held()
         report = self.cache.memory_report()
         exact = [t for layer in self.cache.tiered for t in (layer.tokens.full.key, layer.tokens.full.value)]
         stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in exact}

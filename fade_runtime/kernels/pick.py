@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import warnings
@@ -15,21 +14,29 @@ from fade_runtime import packed
 from fade_runtime.kernels import cpu, reference
 from predictor.errors import FadeError
 
+Kernel = Callable[..., "tuple[Tensor, Tensor | None, list[Tensor]]"]
 _DECIDING = threading.Lock()
+_DECIDED: dict[torch.device, Kernel] = {}
 
 
-def pick_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, list[Tensor]]]:
+def pick_kernel(device: torch.device) -> Kernel:
     """Choose the attention kernel of a device, once: C on a CPU, Triton on a GPU, when it works and agrees.
 
     ``FADE_KERNEL=reference`` in the environment asks for plain torch. Several threads wait for one decision.
     """
-    with _DECIDING:
-        return decided(device)
+    if device not in _DECIDED:  # in each layer of each step: without the lock
+        with _DECIDING:
+            if device not in _DECIDED:
+                _DECIDED[device] = _decide(device)
+    return _DECIDED[device]
 
 
-@functools.cache
-def decided(device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None, list[Tensor]]]:
-    """What :func:`pick_kernel` returns, and keeps."""
+def forget() -> None:
+    """Decide again at the next call."""
+    _DECIDED.clear()
+
+
+def _decide(device: torch.device) -> Kernel:
     if device.type not in ("cpu", "cuda") or os.environ.get("FADE_KERNEL") == "reference":
         return reference.attend
     try:

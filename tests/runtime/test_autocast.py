@@ -77,6 +77,7 @@ def test_packing_is_done_without_autocast(model: Any) -> None:
 
 def test_beams_and_crops_under_autocast(model: Any) -> None:
     cache, more = create_tiered_cache(model, LOSSY), dict(num_beams=3, max_new_tokens=20, do_sample=False)
+    cache.activate_past_recording()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model.generate(ids(2, 40), **forward_kwargs(cache, model), **more)
         cache.crop(-1)

@@ -19,8 +19,8 @@ from fade_runtime import (
 )
 from fade_runtime.guard import CALM, Watch
 from fade_runtime.hf import forward_kwargs
-from fade_runtime.kernels.reference import Part
 from fade_runtime.monitor import Look
+from fade_runtime.positions import Positions, dense
 from fade_runtime.spill import Spill
 from fade_runtime.store import TokenStore
 from fade_runtime.tiers import Tier
@@ -113,14 +113,15 @@ def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
         key, value = torch.randn(2, 2, 3, steps, 16, generator=generator)
         for store in stores:
             store.append(key, value)
+            store.tell(store.sequences.extended(steps))
         seen += steps
         for store in stores:
-            store.compress(seen, plan)
+            store.compress(torch.tensor([True, True]), plan)
         stores[0].restore()
     assert stores[1].evicted > 300
     stores[1].restore()
     assert stores[0].evicted == stores[1].evicted == 0
-    plain = [store.dense(store.full.key, lambda _, tokens: Part(tokens)) for store in stores]
+    plain = [dense(store, Positions(None, 0, streaming=False, plain=False)) for store in stores]
     for ours, theirs in zip(*plain):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from fade_runtime.kernels import cpu, library, reference
-from fade_runtime.kernels.pick import decided, pick_kernel
+from fade_runtime.kernels.pick import forget, pick_kernel
 
 pytestmark = [
     pytest.mark.kernels,
@@ -63,10 +63,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    decided.cache_clear()
+    forget()
     monkeypatch.setattr(cpu, "_library", cpu._library.__wrapped__)
     yield
-    decided.cache_clear()
+    forget()
 
 
 def _kept(folder: Path) -> list[Path]:

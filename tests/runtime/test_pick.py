@@ -15,7 +15,7 @@ import torch
 
 from fade_runtime import packed
 from fade_runtime.kernels import cpu, reference
-from fade_runtime.kernels.pick import decided, pick_kernel, pick_quantiser
+from fade_runtime.kernels.pick import forget, pick_kernel, pick_quantiser
 from predictor.errors import FadeError
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
@@ -23,9 +23,9 @@ CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta"
 
 @pytest.fixture(autouse=True)
 def _undecided() -> Iterator[None]:
-    decided.cache_clear()
+    forget()
     yield
-    decided.cache_clear()
+    forget()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a GPU that does not work")
@@ -69,11 +69,11 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) 
 def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = lambda *given: (reference.attend(*given)[0] + 1, *reference.attend(*given)[1:])
     monkeypatch.setattr(cpu, "attend", wrong)
-    decided.cache_clear()
+    forget()
     with pytest.warns(RuntimeWarning, match="disagrees with the reference in its output"):
         assert pick_kernel(CPU) is reference.attend
     monkeypatch.undo()
-    decided.cache_clear()
+    forget()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pick_kernel(CPU)
@@ -81,9 +81,9 @@ def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_environment_asks_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FADE_KERNEL", "reference")
-    decided.cache_clear()
+    forget()
     assert pick_kernel(CPU) is reference.attend
-    decided.cache_clear()
+    forget()
 
 
 def test_threads_that_begin_together_get_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,11 +51,13 @@ def test_a_changed_dtype_is_refused_and_the_cache_goes_on(tiny_model: Callable[.
     for each in (cache, clean):
         _step(model, each, _ids(1, 70))
     half = copy.deepcopy(model).to(torch.bfloat16)
+    own = create_tiered_cache(half, LOSSY)  # without one its attention goes over no such cache
     with pytest.raises(FadeError, match="layer 0 holds tokens of dtype torch.float32, the model now gives torch.bf"):
         _step(half, cache, _ids(1, 1))
     assert torch.equal(_step(model, cache, _ids(1, 3)), _step(model, clean, _ids(1, 3)))
     cache.reset()
     assert _step(half, cache, _ids(1, 70)).dtype == torch.bfloat16
+    assert own.get_seq_length() == 0
 
 
 def test_a_changed_device_is_refused(tiny_model: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fade_runtime import FadeError
+from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
+from fade_runtime.hf import forward_kwargs
 from fade_runtime.sequences import Sequences, Shared
 
 CPU = torch.device("cpu")
@@ -118,12 +120,36 @@ def test_ids_of_images_are_refused() -> None:
 
 
 def test_layers_share_a_step_and_copies_do_not() -> None:
-    shared, before = Shared(), Sequences(0, 1, CPU)
+    shared, start = Shared(), Sequences(0, 1, CPU)
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril()
-    step = lambda: before.extended(2, mask)
+    before = shared.step(start, lambda: start.extended(2, mask), 2, mask)
+    assert shared.step(Sequences(0, 1, CPU), lambda: start.extended(2, mask), 2, mask) is before
+    mask = torch.ones(1, 1, 2, 4, dtype=torch.bool).tril(2)
+    step = functools.partial(before.extended, 2, mask)
     first = shared.step(before, step, 2, mask)
     assert shared.step(before, step, 2, mask) is first
     assert shared.step(before, step, 2, mask.clone()) is not first
     again = shared.step(before, step, 2, mask)
     assert copy.deepcopy(shared).step(before, step, 2, mask) is not again
-    assert shared.step(Sequences(0, 1, CPU), step, 2, mask) is not again
+    assert shared.step(start.extended(2), step, 2, mask) is not again
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "streaming"}], ids=str)
+def test_all_layers_of_a_cache_hold_the_same_rows(tiny_model: Any, options: dict[str, Any]) -> None:
+    """In calls with and without padding, after a reorder and in a copy."""
+    model = tiny_model(num_hidden_layers=3)
+    cache = create_tiered_cache(model, FadeConfig(n_sink=2, recent_window=8, int4_budget=10, **options))
+    ids, mask = torch.randint(3, 250, (2, 50)), torch.ones(2, 50, dtype=torch.long)
+    mask[1, 30:] = 0
+
+    def one(of: TieredCache) -> bool:
+        return len({id(layer.tokens.sequences) for layer in of.tiered}) == 1
+
+    for at in (slice(0, 40), slice(40, 41), slice(41, 45)):
+        given = dict(attention_mask=mask[:, : at.stop], position_ids=torch.arange(50)[None, at].expand(2, -1))
+        model(ids[:, at], **given, **forward_kwargs(cache, model))
+        assert one(cache)
+    assert one(copy.deepcopy(cache))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert one(cache)
+    assert cache.tiered[0].tokens.sequences.counts == [30, 45]

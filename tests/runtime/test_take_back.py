@@ -137,6 +137,19 @@ def test_assisted_decoding_gives_what_plain_decoding_gives_where_nothing_is_comp
     assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **options), plain)
 
 
+def test_what_came_in_inference_mode_is_counted_outside_of_it(tiny_model: Any) -> None:
+    model = tiny_model()
+    caches = [create_tiered_cache(model, FadeConfig(**TIGHT)) for _ in range(2)]
+    with torch.inference_mode():
+        for cache in caches:
+            step(model, cache, tokens(60, 0))
+            step(model, cache, tokens(4, 1))
+        caches[0].count_held()
+    caches[1].count_held()
+    with torch.inference_mode():
+        assert_same(model, *caches)
+
+
 class Boom(RuntimeError):
     """What a test raises in the middle of a call."""
 

@@ -24,7 +24,7 @@ from fade_runtime import (
 )
 from fade_runtime.attention import pick_kernel
 from fade_runtime.hf import forward_kwargs
-from fade_runtime.kernels.pick import decided
+from fade_runtime.kernels.pick import forget
 from fade_runtime.layer import TieredLayer
 from tests.conftest import make_tiny_model
 
@@ -67,6 +67,7 @@ class Watcher(ListExporter):
         self.rows: list[list[dict[int, int]]] = []
         self.reports: list[dict[str, Any]] = []
         self.stored: list[int] = []
+        self.columns: list[int] = []  # bytes of what all layers share: position ids, for product quantisation
 
     def export(self, event: Any) -> None:
         super().export(event)
@@ -74,6 +75,7 @@ class Watcher(ListExporter):
         self.rows.append(membership(layer))
         self.reports.append(self.cache.memory_report())
         self.stored.append(sum(t.nbytes for t in layer.tensors().values()))
+        self.columns.append(sum(t.nbytes for t in layer.tokens.sequences.tensors().values()))
 
 
 @pytest.mark.parametrize("low_tier", ["int2", "pq"])
@@ -117,7 +119,7 @@ def test_events_are_what_happened(model: Any, low_tier: str) -> None:
     assert counters.demoted == sum(e.demoted for e in watcher.events)
     assert counters.ms == pytest.approx(sum(e.ms for e in watcher.events))
     last = watcher.events[-LAYERS:]
-    others = cache.memory_report()["tiers"]["codebook"]
+    others = cache.memory_report()["tiers"]["codebook"] + watcher.columns[-1]
     assert watcher.reports[-1]["resident_bytes"] == sum(e.resident_bytes for e in last) + others
     assert watcher.reports[-1]["full_bytes"] == sum(e.full_bytes for e in last)
 
@@ -221,9 +223,9 @@ def test_the_path_that_runs_is_named(model: Any, monkeypatch: pytest.MonkeyPatch
     assert telemetry.attention_path(layer) == "dense"
     feed(model, cache, 0)
     monkeypatch.setenv("FADE_KERNEL", "reference")
-    decided.cache_clear()
+    forget()
     assert telemetry.attention_path(layer) == "reference"
-    decided.cache_clear()
+    forget()
     other = make_tiny_model()
     cache = create_tiered_cache(other, FadeConfig.safe())
     other.set_attn_implementation("eager")

@@ -10,7 +10,7 @@ import torch
 from fade_runtime import FadeConfig, attention, create_tiered_cache, packed
 from fade_runtime.hf import forward_kwargs
 from fade_runtime.kernels import triton, triton_pack
-from fade_runtime.kernels.pick import decided
+from fade_runtime.kernels.pick import forget
 from fade_runtime.telemetry import attention_path
 from tests.conftest import make_tiny_model
 from tests.runtime.test_memory import reachable_bytes
@@ -46,7 +46,7 @@ def test_a_cache_in_triton_answers_as_one_in_plain_torch(name: str, monkeypatch:
     assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
     monkeypatch.undo()
     monkeypatch.setenv("FADE_KERNEL", "reference")
-    decided.cache_clear()
+    forget()
     theirs, _ = _logits(config)
-    decided.cache_clear()
+    forget()
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
