@@ -195,16 +195,18 @@ class TieredLayer(StoredLayer):
         """Learn from the call which of the newest columns are tokens, and where."""
         store, new, kept = self.tokens, self._new, self.positions.kept
         before = store.sequences
-        step = functools.partial(before.extended, new, mask, position_ids, keep_positions=kept)
-        store.tell(self.shared.step(before, step, new, mask, position_ids, kept))
-        self.positions.take(store)
+        ids = position_ids if kept else None
+        step = functools.partial(before.extended, new, mask, ids, keep_positions=kept)
+        store.tell(self.shared.step(before, step, mask, ids))
+        if kept:
+            self.positions.take(store)
 
     def _note_prompts(self) -> None:
         """Remember how long the first prompt of each row is that begins in the call that is counted."""
         sequences = self.tokens.sequences
-        for row, begins in enumerate(sequences.begins):
-            if begins:
-                self.prompts[row] = sequences.counts[row]
+        if any(sequences.begins):
+            pairs = zip(sequences.begins, sequences.counts, self.prompts)
+            self.prompts = [count if begins else prompt for begins, count, prompt in pairs]
 
     def _begin_call(self, call: AttentionCall) -> None:
         """Decide whether the call is counted at once or held."""
@@ -315,10 +317,13 @@ class TieredLayer(StoredLayer):
         if self.config.compression == "off":
             return
         store, every = self.tokens, self.config.reassign_every
-        gained, counts = store.sequences.gained, store.sequences.counts
+        sequences = store.sequences
+        soonest = min(store.moved) + self.config.recent_window + every
+        if sequences.real is None and self._new < every and self._new < sequences.seen < soonest:
+            return  # in most steps: nothing has waited long enough
         due = [
             store.waiting(row) >= (1 if new and (new == count or new >= every) else every)
-            for row, (new, count) in enumerate(zip(gained, counts))
+            for row, (new, count) in enumerate(zip(sequences.gained, sequences.counts))
         ]
         if any(due):
             self.compress(due)

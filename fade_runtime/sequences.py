@@ -252,10 +252,7 @@ class Shared:
 
     def __init__(self, last: int = 0) -> None:
         self.last = last
-        self.running: int | None = None
-        self.before = 0
-        self._key: tuple[Any, ...] = ()
-        self._value: Sequences | None = None
+        self.reset()
 
     def __deepcopy__(self, memo: object) -> Shared:
         """A copy of a cache has rows of its own."""
@@ -265,27 +262,40 @@ class Shared:
 
     def reset(self) -> None:
         """Forget the running call."""
-        self.running, self.before, self._key, self._value = None, 0, (), None
+        self.running: int | None = None
+        self.before = 0
+        self._value: Sequences | None = None  # of the last step, and what it came from
+        self._before: Callable[[], Any] = _nothing
+        self._tensor: Callable[[], Any] = _nothing
+        self._other: Callable[[], Any] = _nothing
+        self._start: tuple[int, torch.device] | None = None
 
     def ended(self, layer: int) -> None:
         """A layer has done its part of the running call."""
         if layer == self.last:
             self.running = None
 
-    def step(self, before: Sequences, do: Callable[[], Sequences], *given: Any) -> Sequences:
-        """What ``do`` gives, once for the same ``before`` and the same other arguments."""
-        rows: Any = before if before.seen else (before.batch, before.device)  # at the start each layer has its own
-        key = rows, *given
-        if self._value is None or len(key) != len(self._key) or not all(map(_is, self._key, key)):
-            self._value = do()
-            self._key = tuple(_weak(each) for each in key)
-        return self._value
+    def step(
+        self, before: Sequences, do: Callable[[], Sequences], tensor: Tensor | None = None, other: Tensor | None = None
+    ) -> Sequences:
+        """What ``do`` gives, once for the same ``before`` and the same tensors; at the start each layer has its own."""
+        value = self._value
+        if (
+            value is None
+            or not (self._before() is before or (before.seen == 0 and self._start == (before.batch, before.device)))
+            or self._tensor() is not tensor
+            or self._other() is not other
+        ):
+            value = self._value = do()
+            self._before, self._tensor, self._other = _weak(before), _weak(tensor), _weak(other)
+            self._start = None if before.seen else (before.batch, before.device)
+        return value
 
 
-def _weak(thing: Any) -> Any:
+def _nothing() -> None:
+    """What there is no reference to."""
+
+
+def _weak(thing: Any) -> Callable[[], Any]:
     """A reference that does not keep a mask alive."""
-    return weakref.ref(thing) if isinstance(thing, Tensor | Sequences) else thing
-
-
-def _is(old: Any, new: Any) -> bool:
-    return old() is new if isinstance(old, weakref.ref) else not isinstance(new, Tensor | Sequences) and old == new
+    return _nothing if thing is None else weakref.ref(thing)
