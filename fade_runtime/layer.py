@@ -197,7 +197,7 @@ class TieredLayer(StoredLayer):
         before = store.sequences
         ids = position_ids if kept else None
         step = functools.partial(before.extended, new, mask, ids, keep_positions=kept)
-        store.tell(self.shared.step(before, step, mask, ids))
+        store.tell(self.shared.step(before, new, step, mask, ids))
         if kept:
             self.positions.take(store)
 

@@ -276,12 +276,18 @@ class Shared:
             self.running = None
 
     def step(
-        self, before: Sequences, do: Callable[[], Sequences], tensor: Tensor | None = None, other: Tensor | None = None
+        self,
+        before: Sequences,
+        new: int,
+        do: Callable[[], Sequences],
+        tensor: Tensor | None = None,
+        other: Tensor | None = None,
     ) -> Sequences:
-        """What ``do`` gives, once for the same ``before`` and the same tensors; at the start each layer has its own."""
+        """What ``do`` gives, once for the same rows, new columns and tensors; at the start each layer has its own."""
         value = self._value
         if (
             value is None
+            or value.seen != before.seen + new
             or not (self._before() is before or (before.seen == 0 and self._start == (before.batch, before.device)))
             or self._tensor() is not tensor
             or self._other() is not other

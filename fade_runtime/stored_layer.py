@@ -106,7 +106,7 @@ class StoredLayer(CacheLayerMixin):
         if torch.equal(index, every):
             return
         before = store.sequences
-        store.select(index, self.shared.step(before, lambda: before.selected(index), indices))
+        store.select(index, self.shared.step(before, 0, lambda: before.selected(index), indices))
         self.held.select(index)
         same = len(set(self.prompts)) == 1
         self.prompts = self.prompts[:1] * len(index) if same else [self.prompts[row] for row in index.tolist()]

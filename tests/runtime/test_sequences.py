@@ -122,16 +122,16 @@ def test_ids_of_images_are_refused() -> None:
 def test_layers_share_a_step_and_copies_do_not() -> None:
     shared, start = Shared(), Sequences(0, 1, CPU)
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril()
-    before = shared.step(start, lambda: start.extended(2, mask), mask)
-    assert shared.step(Sequences(0, 1, CPU), lambda: start.extended(2, mask), mask) is before
+    before = shared.step(start, 2, lambda: start.extended(2, mask), mask)
+    assert shared.step(Sequences(0, 1, CPU), 2, lambda: start.extended(2, mask), mask) is before
     mask = torch.ones(1, 1, 2, 4, dtype=torch.bool).tril(2)
     step = functools.partial(before.extended, 2, mask)
-    first = shared.step(before, step, mask)
-    assert shared.step(before, step, mask) is first
-    assert shared.step(before, step, mask.clone()) is not first
-    again = shared.step(before, step, mask)
-    assert copy.deepcopy(shared).step(before, step, mask) is not again
-    assert shared.step(start.extended(2), step, mask) is not again
+    first = shared.step(before, 2, step, mask)
+    assert shared.step(before, 2, step, mask) is first
+    assert shared.step(before, 2, step, mask.clone()) is not first
+    again = shared.step(before, 2, step, mask)
+    assert copy.deepcopy(shared).step(before, 2, step, mask) is not again
+    assert shared.step(start.extended(2), 2, step, mask) is not again
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "streaming"}], ids=str)

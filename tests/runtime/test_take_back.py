@@ -114,6 +114,20 @@ def test_what_has_been_counted_is_not_taken_back(tiny_model: Any) -> None:
     assert recorded.get_seq_length() == 21
 
 
+def test_a_first_call_that_is_taken_back_whole_may_be_followed_by_a_longer_one(tiny_model: Any) -> None:
+    model = tiny_model()
+    cache, plain = (create_tiered_cache(model, FadeConfig(**TIGHT)) for _ in range(2))
+    cache.activate_past_recording()
+    step(model, cache, tokens(5, 0))
+    cache.crop(-5)
+    for each in (cache, plain):
+        each.activate_past_recording()
+        assert torch.equal(step(model, each, tokens(60, 1)), step(model, create_tiered_cache(model), tokens(60, 1)))
+        each.crop(0)
+    assert cache.tiered[0].tokens.sequences.counts == [60]
+    assert_same(model, cache, plain)
+
+
 def test_recording_does_not_grow_without_bound(tiny_model: Any) -> None:
     """As many tokens as the window has can be taken back; what is older is counted."""
     model = tiny_model()
