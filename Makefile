@@ -67,7 +67,7 @@ learned: $(STAMP) $(MODEL)
 	$(call step,3/7 bundle; measure in the cache; register,\
 		$(RUN) pipelines.register --config configs/register_learned.yaml --held_out '$(HELD_OUT)')
 	$(call step,4/7 how many documents head budgets need,\
-		$(RUN) pipelines.study --traces artefacts/traces/learned --out artefacts/eval/learned/study.md)
+		$(RUN) pipelines.budget_study --traces artefacts/traces/learned --out artefacts/eval/learned/study.md)
 	$(call step,5/7 train networks that choose again while decoding: each step; each 16 steps,\
 		$(BIN)/lightning fit --config configs/fit_ema_bank_learned.yaml; \
 		$(BIN)/lightning fit --config configs/fit_ema_bank_learned.yaml --model.every 16 --model.net.base 0.85 \

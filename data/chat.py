@@ -106,9 +106,7 @@ def _render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
         text = tokenizer.apply_chat_template(plain, tokenize=False, **options)
     except Exception as error:  # templates raise what they like, most often about the order of roles
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FadeError(
-            f"a chat does not fit the chat template: {reason}; mend it, or use template raw"
-        ) from error
+        raise FadeError(f"a chat does not fit the chat template: {reason}; mend it, or use template raw") from error
     first = tokenizer.bos_token or ""
     adds_it = tokenizer("", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]
     return text.removeprefix(first) if adds_it else text  # once, by the tokenizer

@@ -58,9 +58,7 @@ def collect(settings: CollectSettings) -> Summary:
     tasks = prepare(settings, load_tokenizer(settings.model))
     manifest = begin_manifest(settings, tasks)
     if stored is not None:
-        _refuse_other(
-            folder, "text", {"sha256": stored["corpus"]["sha256"]}, {"sha256": manifest["corpus"]["sha256"]}
-        )
+        _refuse_other(folder, "text", {"sha256": stored["corpus"]["sha256"]}, {"sha256": manifest["corpus"]["sha256"]})
         manifest |= {name: stored[name] for name in ("settings", "provenance", "model") if name in stored}
         refuse_other_shards(folder, manifest)
     kept = set()
@@ -130,9 +128,7 @@ class TraceCollector(LightningModule):
         """
         model, _ = load_lm(self.settings.model, self.settings.dtype)
         prompt, future = self.settings.max_prompt, self.settings.future
-        refuse_too_long(
-            model, prompt + future, f"max_prompt {prompt} and future {future} pass", "lower max_prompt"
-        )
+        refuse_too_long(model, prompt + future, f"max_prompt {prompt} and future {future} pass", "lower max_prompt")
         model.to(self.trainer.strategy.root_device)
         self._held[:] = [model, watched(model)]
 

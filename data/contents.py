@@ -105,9 +105,7 @@ def far_attention(
 def _far(row: Row, n_sink: int, recent_window: int) -> np.ndarray:
     """Sums [2] over far tokens of the largest and the mean attention of the steps."""
     far = slice(n_sink, max(row["length"] - recent_window, n_sink))
-    return np.array(
-        [np.exp(row[name][far].astype(np.float64)).sum() for name in ("target_max", "target_sum")]
-    )
+    return np.array([np.exp(row[name][far].astype(np.float64)).sum() for name in ("target_max", "target_sum")])
 
 
 def _groups(manifest: Mapping[str, Any]) -> list[Group]:

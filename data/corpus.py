@@ -125,9 +125,7 @@ def docstrings(module: str, source: str) -> Iterator[tuple[str, str]]:
             text = ast.get_docstring(node)
             if text and len(text) >= MIN_DOCSTRING:
                 yield name, text
-            inner = [
-                n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            ]
+            inner = [n for n in node.body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
             stack.extend((f"{name}.{n.name}", n) for n in reversed(inner))
 
 

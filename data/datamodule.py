@@ -58,7 +58,5 @@ class TraceDataModule(LightningDataModule):
         return self._loader(self._validation)
 
     def _loader(self, dataset: TraceDataset) -> TraceLoader:
-        into_batch = partial(
-            collate, spec=self.traces.spec, n_sink=self.n_sink, recent_window=self.recent_window
-        )
+        into_batch = partial(collate, spec=self.traces.spec, n_sink=self.n_sink, recent_window=self.recent_window)
         return TraceLoader(dataset, batch_size=self.batch_size, collate_fn=into_batch, num_workers=0)

@@ -131,9 +131,7 @@ def collate(rows: Sequence[Row], spec: FeatureSpec, n_sink: int = 4, recent_wind
         ([4, 5], [[16.0, 16.0, 16.0, 16.0, 6.0]])
     """
     if len(steps := {row["steps"] for row in rows}) > 1:
-        raise FadeError(
-            f"trace rows have {sorted(steps)} future steps; a batch needs one number: collect again"
-        )
+        raise FadeError(f"trace rows have {sorted(steps)} future steps; a batch needs one number: collect again")
     length = torch.tensor([row["length"] for row in rows])
     batch: Batch = {"length": length}
     for name in ("layer", "head", "doc"):

@@ -43,9 +43,7 @@ class Folder:
             try:
                 self._files, self._root = fsspec.core.url_to_fs(self.place)
             except (ValueError, ImportError) as error:
-                raise FadeError(
-                    f"folder {place} cannot be opened: {error}; install its fsspec plugin"
-                ) from error
+                raise FadeError(f"folder {place} cannot be opened: {error}; install its fsspec plugin") from error
         else:
             self._root = self.place
 

@@ -101,9 +101,7 @@ class CollectSettings:
     @property
     def spec(self) -> FeatureSpec:
         """The features that are recorded."""
-        return FeatureSpec(
-            window=self.window, block=self.block, horizon=self.future, hidden=self.record_hidden
-        )
+        return FeatureSpec(window=self.window, block=self.block, horizon=self.future, hidden=self.record_hidden)
 
     def content(self) -> dict[str, Any]:
         """The settings that decide what the shards hold."""
@@ -184,9 +182,7 @@ def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, An
     documents = [task.document for task in tasks]
     shards: dict[str, dict[str, Any]] = {}
     for task in tasks:
-        shard = shards.setdefault(
-            task.shard, {"name": task.shard, "split": task.document.split, "documents": []}
-        )
+        shard = shards.setdefault(task.shard, {"name": task.shard, "split": task.document.split, "documents": []})
         shard["documents"].append(task.document.id)
     return {
         "schema_version": HIDDEN_VERSION if settings.record_hidden else SCHEMA_VERSION,

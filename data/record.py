@@ -41,9 +41,7 @@ class AttentionRecorder:
         rows: trace rows without ``doc``, ``split`` and ``source``.
     """
 
-    def __init__(
-        self, prompt: int, spec: FeatureSpec, table: Callable[[int], rope.Table | None], h2o: bool = True
-    ):
+    def __init__(self, prompt: int, spec: FeatureSpec, table: Callable[[int], rope.Table | None], h2o: bool = True):
         self.prompt, self.spec, self.table, self.h2o = prompt, spec, table, h2o
         self.rows: list[Row] = []
 
@@ -121,13 +119,9 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
     """
     total = tokens.shape[0]
     if prompt <= spec.window:
-        raise FadeError(
-            f"document of {prompt} prompt tokens is no longer than window {spec.window}; use longer ones"
-        )
+        raise FadeError(f"document of {prompt} prompt tokens is no longer than window {spec.window}; use longer ones")
     if total <= prompt:
-        raise FadeError(
-            f"document of {total} tokens leaves nothing after a prompt of {prompt}; use longer ones"
-        )
+        raise FadeError(f"document of {total} tokens leaves nothing after a prompt of {prompt}; use longer ones")
     if model.config._attn_implementation != NAME:
         model = watched(model)
     slots = torch.arange(max(total, prompt + spec.horizon), device=tokens.device)
@@ -168,9 +162,7 @@ def recorded_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
-def _refuse_unknown(
-    layer: int, query: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
-) -> None:
+def _refuse_unknown(layer: int, query: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     length = query.shape[2]
     if mask is not None:
         causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()

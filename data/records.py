@@ -54,14 +54,10 @@ def text_files(folder: Path) -> list[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [
-            Path(place, name)
-            for name in names
-            if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
+            Path(place, name) for name in names if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
         ]
     if not found:
-        raise FadeError(
-            f"text source {folder} is a folder without .txt, .md, .jsonl, .parquet or code files; add some"
-        )
+        raise FadeError(f"text source {folder} is a folder without .txt, .md, .jsonl, .parquet or code files; add some")
     return sorted(found)
 
 
@@ -132,14 +128,10 @@ def columns_of(fields: Sequence[str], columns: Sequence[str], where: str) -> lis
     Raises:
         FadeError: a column that the table does not have.
     """
-    wanted = (
-        list(fields) or [name for name in DEFAULT_FIELDS if name in columns][:1] or list(DEFAULT_FIELDS[:1])
-    )
+    wanted = list(fields) or [name for name in DEFAULT_FIELDS if name in columns][:1] or list(DEFAULT_FIELDS[:1])
     for name in wanted:
         if name not in columns:
-            raise FadeError(
-                f"text source {where} has no {name} column but {list(columns)}; name one that it has"
-            )
+            raise FadeError(f"text source {where} has no {name} column but {list(columns)}; name one that it has")
     return wanted
 
 

@@ -132,12 +132,8 @@ class _Mix:
         weights = dict(sources) if isinstance(sources, Mapping) else dict.fromkeys(sources, 1)
         for source, weight in weights.items():
             if not 0 < weight < float("inf"):
-                raise FadeError(
-                    f"{self.name} {source} has weight {weight}; give a number above 0, or leave it out"
-                )
-        self.weights = {
-            source: Fraction(weight).limit_denominator(10**6) for source, weight in weights.items()
-        }
+                raise FadeError(f"{self.name} {source} has weight {weight}; give a number above 0, or leave it out")
+        self.weights = {source: Fraction(weight).limit_denominator(10**6) for source, weight in weights.items()}
         self.packers = {
             source: [_Packer(family, read, held_out) for family in open_source(source, seed, render)]
             for source in weights

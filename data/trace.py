@@ -195,9 +195,7 @@ def read_manifest(folder: Folder | str | Path) -> dict[str, Any] | None:
         if SEAL in manifest and sealed(manifest) != text:
             raise ValueError("checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FadeError(
-            f"manifest {folder}/{MANIFEST} is damaged; delete the folder and run {AGAIN}"
-        ) from error
+        raise FadeError(f"manifest {folder}/{MANIFEST} is damaged; delete the folder and run {AGAIN}") from error
     if version not in (SCHEMA_VERSION, HIDDEN_VERSION):
         raise FadeError(
             f"manifest {folder}/{MANIFEST} has schema version {version}, this release reads {SCHEMA_VERSION} and "

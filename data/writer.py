@@ -50,9 +50,7 @@ class ShardWriter(BasePredictionWriter):
         begun = self.manifest.get("provenance")
         provenance = model_provenance(model, load_tokenizer(settings.model), like=begun)
         if begun not in (None, provenance):
-            raise FadeError(
-                f"traces in {self.folder} were begun with other weights; choose another out, or delete it"
-            )
+            raise FadeError(f"traces in {self.folder} were begun with other weights; choose another out, or delete it")
         self.manifest["provenance"] = provenance
         self.manifest.setdefault("model", model_facts(settings, model))
         if trainer.is_global_zero:

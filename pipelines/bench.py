@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelines import cli
-from pipelines.bench_collect import collect
-from pipelines.bench_compare import compare
-from pipelines.bench_gpu import cache_bytes, gpu
-from pipelines.bench_guard import guard
-from pipelines.bench_memory import memory
-from pipelines.bench_prefill import prefill
-from pipelines.bench_profile import profile
-from pipelines.bench_select import select
-from pipelines.bench_tune import tune
-from pipelines.ledger import quantiles, this_commit
+from pipelines.benchmarks.collect import collect
+from pipelines.benchmarks.compare import compare
+from pipelines.benchmarks.gpu import cache_bytes, gpu
+from pipelines.benchmarks.guard import guard
+from pipelines.benchmarks.ledger import quantiles, this_commit
+from pipelines.benchmarks.memory import memory
+from pipelines.benchmarks.prefill import prefill
+from pipelines.benchmarks.profile import profile
+from pipelines.benchmarks.select import select
+from pipelines.benchmarks.tune import tune
 from predictor.errors import FadeError
 
 STOCK, STATIC, LOW = "stock", "static", "k4v2"
@@ -50,16 +50,14 @@ def decode(
     import torch
 
     from data.lm import load_lm
-    from pipelines.report import keep
+    from pipelines.evaluation.report import keep
 
     cli.at_least_one(("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0)))
     torch.set_num_threads(threads)
     lm, _ = load_lm(model, "float32")
     rows = [row for context in contexts for row in _decode_rows(lm, context, steps)]
     keep(rows, model, out, ledger)
-    print(
-        f"{'context':>8} {'cache':<16} {'ms/step':>8} {'tokens/s':>9} {'of stock':>9} {'of static':>9} {'MiB':>7}"
-    )
+    print(f"{'context':>8} {'cache':<16} {'ms/step':>8} {'tokens/s':>9} {'of stock':>9} {'of static':>9} {'MiB':>7}")
     for row in rows:
         print(
             f"{row['context']:>8,} {row['method']:<16} {row['p50']:>8.1f} {1e3 / row['p50']:>9.2f} "
@@ -71,7 +69,7 @@ def _decode_rows(lm: Any, context: int, steps: int) -> list[dict[str, Any]]:
     """Fill the caches of one context length, check that they agree, time them in turn."""
     import torch
 
-    from fade_runtime.hf import forward_kwargs
+    from fade_runtime.transformers_api import forward_kwargs
     from predictor.twin import dense_twin
 
     stock_model = dense_twin(lm)
@@ -118,7 +116,7 @@ def _filled(lm: Any, context: int, limit: int) -> tuple[dict[str, Any], Any]:
     from transformers import DynamicCache, StaticCache
 
     from fade_runtime import FadeConfig, create_tiered_cache
-    from fade_runtime.hf import geometry, text_config
+    from fade_runtime.transformers_api import geometry, text_config
 
     caches = {
         STOCK: DynamicCache(config=lm.config),
@@ -173,9 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point: the first argument names the benchmark."""
     given = sys.argv[1:] if argv is None else argv
     if not given or given[0] not in COMMANDS:
-        print(
-            f"usage: python -m pipelines.bench {{{','.join(COMMANDS)}}} [options]; --help after a name lists them"
-        )
+        print(f"usage: python -m pipelines.bench {{{','.join(COMMANDS)}}} [options]; --help after a name lists them")
         return 0 if given[:1] in (["--help"], ["-h"]) else 2
     command = COMMANDS[given[0]]
     this_commit()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig
 from pipelines.cli import run
-from pipelines.measure import FULL, Measured, Method, compare
+from pipelines.evaluation.measure import FULL, Measured, Method, compare
 from predictor.bundle import Predictor, load_bundle
 from predictor.certificate import SHARE, Rung, upper_bound
 from predictor.errors import FadeError
@@ -162,9 +162,7 @@ def verdict(figures: Mapping[str, Figures]) -> tuple[bool, str]:
             ours, theirs = getattr(mine, what), getattr(other, what)
             if _worse(what, ours, theirs):
                 return False, f"{what} {ours:.4f} is worse than {theirs:.4f} of {name}"
-    name, best = min(
-        ((n, f) for n, f in figures.items() if n not in (THIS, CLOSED_FORM)), key=lambda one: one[1].kl
-    )
+    name, best = min(((n, f) for n, f in figures.items() if n not in (THIS, CLOSED_FORM)), key=lambda one: one[1].kl)
     comparison = f"KL {mine.kl:.4f} against {best.kl:.4f} of {name}, the best heuristic"
     better = any(_worse(what, getattr(best, what), getattr(mine, what)) for what in WHAT)
     return better, comparison if better else f"{comparison}: nowhere better"
@@ -197,9 +195,7 @@ class HeldOutTexts:
 
         lm, texts, sources = self._open(predictor, not_from)
         with tqdm(total=2 * len(texts), desc="In the cache", unit="text") as bar:
-            figures = certify(
-                lm, predictor, closed_form, texts, budget=budget, steps=self.steps, on_text=bar.update
-            )
+            figures = certify(lm, predictor, closed_form, texts, budget=budget, steps=self.steps, on_text=bar.update)
         return {
             "figures": figures,
             "documents": len(texts),
@@ -233,9 +229,7 @@ class HeldOutTexts:
         length = self.context + self.steps
         refuse_too_long(lm, length, f"context {self.context} and steps {self.steps} pass", "lower context")
         measure = lambda text: len(encode(tokenizer, text))
-        found = load_documents(
-            self.sources, train=0, validation=self.documents, length=length, measure=measure
-        )
+        found = load_documents(self.sources, train=0, validation=self.documents, length=length, measure=measure)
         if seen := sorted({one.source for one in found} & set(not_from)):
             raise FadeError(f"held_out text {seen[0]} was trained on; name text of another source")
         texts = [torch.tensor(encode(tokenizer, one.text)[:length])[None] for one in found]
@@ -245,8 +239,7 @@ class HeldOutTexts:
 def as_facts(certificate: Mapping[str, Any]) -> dict[str, Any]:
     """The certificate as JSON."""
     figures = {
-        name: {key: round(v, 6) for key, v in asdict(one).items()}
-        for name, one in certificate["figures"].items()
+        name: {key: round(v, 6) for key, v in asdict(one).items()} for name, one in certificate["figures"].items()
     }
     return {**certificate, "figures": figures}
 

@@ -67,9 +67,7 @@ def gguf_file() -> Path:
         )
     for needed in ("gguf", "accelerate"):
         if importlib.util.find_spec(needed) is None:
-            raise FadeError(
-                f"package {needed} is not installed; it reads the demo's model: pip install {needed}"
-            )
+            raise FadeError(f"package {needed} is not installed; it reads the demo's model: pip install {needed}")
     return found[0]
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.held_out import choose_texts
-from pipelines.methods import METHODS, Skipped, check_methods, possible, with_those_able
-from pipelines.sizing import Sized, equally_sized, spread, to_fit
+from pipelines.evaluation.held_out import choose_texts
+from pipelines.evaluation.methods import METHODS, Skipped, check_methods, possible, with_those_able
+from pipelines.evaluation.sizing import Sized, equally_sized, spread, to_fit
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
-    from fade_runtime.telemetry import ListExporter
-    from pipelines.held_out import HeldOut
-    from pipelines.measure import Measured, Method
+    from fade_runtime.cache.telemetry import ListExporter
+    from pipelines.evaluation.held_out import HeldOut
+    from pipelines.evaluation.measure import Measured, Method
 
 
 def evaluate(
@@ -86,9 +86,9 @@ def evaluate(
 
     from data.lm import load_lm, refuse_too_long
     from data.trace import Traces
-    from pipelines import heatmap
-    from pipelines.peers import Peer, versions
-    from pipelines.report import document_rows, machine, tables
+    from pipelines.evaluation.peers import Peer, versions
+    from pipelines.evaluation.report import document_rows, machine, tables
+    from pipelines.plots import heatmap
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
 
@@ -159,7 +159,7 @@ def measure(
     told: dict[str, ListExporter] | None = None,
 ) -> list[Measured]:
     """Compare methods on one text; other projects' that fail on it leave ``able`` and are skipped."""
-    from pipelines.measure import compare
+    from pipelines.evaluation.measure import compare
 
     return with_those_able(
         able,
@@ -169,9 +169,9 @@ def measure(
 
 
 def occupied(lm: Any, told: Mapping[str, ListExporter], steps: int) -> list[dict[str, Any]]:
-    """Rows of :func:`pipelines.occupancy.occupancy_rows` for each tiered cache."""
-    from fade_runtime.hf import geometry, text_config
-    from pipelines.occupancy import occupancy_rows
+    """Rows of :func:`pipelines.plots.occupancy.occupancy_rows` for each tiered cache."""
+    from fade_runtime.transformers_api import geometry, text_config
+    from pipelines.plots.occupancy import occupancy_rows
 
     config = text_config(lm)
     heads, dim = geometry(config)
@@ -187,10 +187,10 @@ def write_results(
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
-    from pipelines import heatmap, occupancy
-    from pipelines.html import page
-    from pipelines.plots import quality_against_bytes
-    from pipelines.report import method_rows, report, source_rows, write_jsonl
+    from pipelines.evaluation.html import page
+    from pipelines.evaluation.report import method_rows, report, source_rows, write_jsonl
+    from pipelines.plots import heatmap, occupancy
+    from pipelines.plots.quality import quality_against_bytes
     from predictor.files import write_aside
 
     if out.is_dir() and any(out.iterdir()) and not (out / "results.jsonl").is_file():

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import cli
-from pipelines.methods import Skipped, check_methods, possible, with_those_able
+from pipelines.evaluation.methods import Skipped, check_methods, possible, with_those_able
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:
-    from pipelines.answers import Asking
-    from pipelines.measure import Method
-    from pipelines.tasks.task import Task, Wish
+    from pipelines.evaluation.measure import Method
+    from pipelines.evaluation.task_runner import Asking
+    from pipelines.evaluation.tasks.task import Task, Wish
 
 GENERATED = ("copy", "needle", "many keys", "lines", "key-value", "topics", "probes")  # need no file
 
@@ -65,22 +65,20 @@ def evaluate_tasks(
         out: folder to write; one that is there is replaced at the end.
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
     """
-    from pipelines.tasks import TASKS
+    from pipelines.evaluation.tasks import TASKS
 
     configs, predictors, lengths, files = configs or {}, predictors or {}, lengths or {}, files or {}
     check_methods(methods, configs, predictors, budget)
-    check_tasks(
-        tasks, TASKS, n, {"length": length, **lengths}, {"lengths": lengths, "files": files}, compress
-    )
+    check_tasks(tasks, TASKS, n, {"length": length, **lengths}, {"lengths": lengths, "files": files}, compress)
 
     from tqdm import tqdm
 
     from data.lm import load_lm
-    from pipelines.answers import Asking
-    from pipelines.html import renderer
-    from pipelines.plots import pyplot
-    from pipelines.report import machine
-    from pipelines.tasks.task import Wish
+    from pipelines.evaluation.html import renderer
+    from pipelines.evaluation.report import machine
+    from pipelines.evaluation.task_runner import Asking
+    from pipelines.evaluation.tasks.task import Wish
+    from pipelines.plots.quality import pyplot
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
 
@@ -134,7 +132,7 @@ def check_tasks(
     Raises:
         FadeError: names the option.
     """
-    from pipelines.answers import COMPRESS
+    from pipelines.evaluation.task_runner import COMPRESS
 
     if not tasks:
         raise FadeError(f"tasks is empty; choose from {', '.join(known)}")
@@ -181,9 +179,9 @@ def ask(
     skipped: Skipped,
     on_method: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Ask the examples of one task; rows of :func:`pipelines.task_report.answer_rows`."""
+    """Ask the examples of one task; rows of :func:`pipelines.evaluation.task_report.answer_rows`."""
     from data.lm import positions_of
-    from pipelines.task_report import answer_rows
+    from pipelines.evaluation.task_report import answer_rows
 
     room = positions_of(asking.model)
     try:
@@ -192,9 +190,7 @@ def ask(
         skipped.add(str(error))
         return []
     answer = lambda turn: max(task.new, len(turn.answer or ()))  # each cache reads the wanted one too
-    longest = max(
-        len(one.context) + sum(len(turn.question) + answer(turn) for turn in one.turns) for one in examples
-    )
+    longest = max(len(one.context) + sum(len(turn.question) + answer(turn) for turn in one.turns) for one in examples)
     if room is not None and longest > room:
         skipped.add(f"task {task.name}: {longest} tokens, and the model reads {room}; lower its length")
         return []
@@ -211,19 +207,17 @@ def ask(
     return rows
 
 
-def write_results(
-    out: Path, run: dict[str, Any], answers: list[dict[str, Any]], metrics: Mapping[str, str]
-) -> None:
+def write_results(out: Path, run: dict[str, Any], answers: list[dict[str, Any]], metrics: Mapping[str, str]) -> None:
     """Write the folder of results, whole or not at all, and print the tables.
 
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
-    from pipelines import needle_map
-    from pipelines.html import page
-    from pipelines.plots import losses_by_task
-    from pipelines.report import write_jsonl
-    from pipelines.task_report import over_all, report, tables, task_rows
+    from pipelines.evaluation.html import page
+    from pipelines.evaluation.report import write_jsonl
+    from pipelines.evaluation.task_report import over_all, report, tables, task_rows
+    from pipelines.plots import needle_map
+    from pipelines.plots.quality import losses_by_task
     from predictor.files import write_aside
 
     if out.is_dir() and any(out.iterdir()) and not (out / "results.jsonl").is_file():

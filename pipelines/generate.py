@@ -63,8 +63,8 @@ def generate(
     """
     from data.lm import load_lm
     from fade_runtime import JsonlExporter, attach_telemetry, create_tiered_cache
-    from fade_runtime.hf import forward_kwargs
-    from pipelines import live
+    from fade_runtime.transformers_api import forward_kwargs
+    from pipelines.integrations import guard_progress as live
 
     if max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
@@ -149,9 +149,7 @@ def choose_config(
     return getattr(FadeConfig, preset)(predictor=predictor, **options)
 
 
-def guarded(
-    config: Any, guard: str, spill: str, spill_dir: Path | None, monitor_every: int | None
-) -> Any:
+def guarded(config: Any, guard: str, spill: str, spill_dir: Path | None, monitor_every: int | None) -> Any:
     """The same FadeConfig with a guard.
 
     Raises:

@@ -53,7 +53,7 @@ def inspect_traces(
         )
     print(f"\n{far_table(heads[:top])}")
     if layer is not None:
-        from pipelines.heatmap import draw, head_map
+        from pipelines.plots.heatmap import draw, head_map
 
         out.parent.mkdir(parents=True, exist_ok=True)
         draw(out, head_map(traces, {}, layer, head))
@@ -95,12 +95,9 @@ def summary(folder: str, found: Contents) -> str:
 
 def far_table(heads: list[FarAttention]) -> str:
     """The heads that look farthest back, as a table."""
-    return (
-        "Most retrieval-like heads (far: not the first 4 tokens, not the last 64 of the prompt)\n"
-        + _table(
-            ("layer", "kv head", "far tokens looked up", "attention far back"),
-            [(one.layer, one.head, f"{one.looked_up:.2f}", f"{one.share:.1%}") for one in heads],
-        )
+    return "Most retrieval-like heads (far: not the first 4 tokens, not the last 64 of the prompt)\n" + _table(
+        ("layer", "kv head", "far tokens looked up", "attention far back"),
+        [(one.layer, one.head, f"{one.looked_up:.2f}", f"{one.share:.1%}") for one in heads],
     )
 
 
@@ -118,10 +115,7 @@ def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
     cells = [header, *(tuple(map(str, row)) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        )
+        "  ".join(cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
         for row in cells
     ]
     return "\n".join(line.rstrip() for line in lines)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from data.lm import off_the_map
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from pipelines import cli
-from pipelines.measure import Run
-from pipelines.presets import read_config
+from pipelines.evaluation.measure import Run
+from pipelines.integrations.presets import read_config
 from predictor.errors import FadeError
 
 if TYPE_CHECKING:

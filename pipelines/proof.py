@@ -10,7 +10,7 @@ from typing import Any
 
 from data.reading import json_lines
 from pipelines import cli
-from pipelines.cells import cell_table, cells, size_table, sizes, summary, unreached
+from pipelines.evaluation.pairwise import cell_table, cells, size_table, sizes, summary, unreached
 from predictor.errors import FadeError
 
 POINTS = 2  # of a score out of 100: retrieval may lose as many
@@ -33,9 +33,9 @@ def proof(
         decode: lines of `pipelines.bench decode`. ours: name of our configuration in the first.
         out: folder to write; one that is there is replaced.
     """
-    from pipelines import pareto
-    from pipelines.html import page
-    from pipelines.report import write_jsonl
+    from pipelines.evaluation.html import page
+    from pipelines.evaluation.report import write_jsonl
+    from pipelines.plots import pareto
     from predictor.files import write_aside
 
     measured, asked, timed = read(Path(kl) / "results.jsonl"), read(Path(tasks) / "results.jsonl"), read(Path(decode))
@@ -73,14 +73,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def report(
-    run: Row, methods: Sequence[Row], held: Sequence[Row], asked: Sequence[Row], timed: Sequence[Row]
-) -> str:
+def report(run: Row, methods: Sequence[Row], held: Sequence[Row], asked: Sequence[Row], timed: Sequence[Row]) -> str:
     """The report, in Markdown.
 
     Args:
-        run, methods: of the evaluation. held: rows of :func:`pipelines.cells.cells`. asked: rows of tasks, the run
-            first. timed: rows of the decode bench.
+        run, methods: of the evaluation. held: rows of :func:`pipelines.evaluation.pairwise.cells`. asked: rows of
+            tasks, the run first. timed: rows of the decode bench.
     """
     settings, here = run["settings"], run["machine"]
     kinds = dict.fromkeys(text["source"] for text in run["texts"])
@@ -147,8 +145,8 @@ Configurations, with what was set:
 
 def tasks_part(asked: Sequence[Row]) -> str:
     """Scores of tasks beside the full cache's, and whether they are within :data:`POINTS`."""
-    from pipelines.measure import FULL
-    from pipelines.report import aligned
+    from pipelines.evaluation.measure import FULL
+    from pipelines.evaluation.report import aligned
 
     lines = []
     for row in (row for row in asked if row["kind"] == "task" and row["method"] != FULL):
@@ -179,7 +177,7 @@ def tasks_part(asked: Sequence[Row]) -> str:
 
 def decode_part(timed: Sequence[Row]) -> str:
     """Time of a decode step beside transformers' own caches."""
-    from pipelines.report import aligned
+    from pipelines.evaluation.report import aligned
 
     lines = [
         (

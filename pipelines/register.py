@@ -184,9 +184,7 @@ def _load(checkpoint: str) -> Predictor:
     if folder.suffix == ".ckpt":
         raise FadeError(f"checkpoint {checkpoint} is Lightning's own file; give its folder, {folder.parent}")
     if not folder.is_dir():
-        raise FadeError(
-            f"there is no checkpoint folder {checkpoint}; make one with: lightning fit --config ..."
-        )
+        raise FadeError(f"there is no checkpoint folder {checkpoint}; make one with: lightning fit --config ...")
     recover(folder / BEST)
     return load_bundle(folder / BEST if (folder / BEST).is_dir() else folder)
 

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from data.datamodule import TraceDataModule
 from data.trace import Traces
 from pipelines.cli import guarded
-from pipelines.head_plot import draw_head_budgets, format_lost
+from pipelines.plots.head_budgets import draw_head_budgets, format_lost
 from pipelines.register import BEST, refuse_other_traces, trace_facts
 from predictor.budgets import HeadBudgets
 from predictor.bundle import save_bundle
@@ -161,9 +161,7 @@ class FitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options that are not the trainer's, the model's or the data's; by default a network is trained."""
         parser.set_defaults({"model": {"class_path": DEFAULT}})
-        parser.add_argument(
-            "--output", type=str, default="artefacts/fit/predictor", help="folder for the best epoch"
-        )
+        parser.add_argument("--output", type=str, default="artefacts/fit/predictor", help="folder for the best epoch")
         parser.add_argument("--experiment", type=str, default="fade-fit", help="MLflow experiment of the run")
         parser.add_argument(
             "--tracking_uri",
@@ -171,9 +169,7 @@ class FitCLI(LightningCLI):
             default=None,
             help="MLflow tracking URI; null for MLFLOW_TRACKING_URI, else sqlite under artefacts/",
         )
-        parser.add_argument(
-            "--patience", type=int, default=5, help="validations without a gain before training stops"
-        )
+        parser.add_argument("--patience", type=int, default=5, help="validations without a gain before training stops")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the logger, unless the config has one or says false, and when fitting the callbacks."""

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from data.text import Document
-    from fade_runtime.pq import LayerCodebook
+    from fade_runtime.storage.pq import LayerCodebook
     from predictor.rope import Rotary
 
     Vectors = tuple[Tensor, Tensor]  # un-rotated keys and values [T, D] of one layer, its kv heads pooled
 
-SINKS = (
-    4  # first tokens of a document that are left out: caches keep them exact, and they are unlike all others
-)
+SINKS = 4  # first tokens of a document that are left out: caches keep them exact, and they are unlike all others
 
 
 def train_codebook(
@@ -75,7 +73,7 @@ def train_codebook(
 
     from data.lm import encode, load_lm
     from data.text import corpus_hash, load_documents
-    from fade_runtime.pq import CodebookSet
+    from fade_runtime.storage.pq import CodebookSet
     from predictor.provenance import model_provenance
 
     lm, tokenizer = load_lm(model, dtype)
@@ -91,9 +89,7 @@ def train_codebook(
     )
     train, validation = read[:documents], read[documents:]
     with tqdm(total=len(read), unit="document", desc="Reading", mininterval=1) as bar:
-        seen = [
-            gather(lm, tokenizer, part, context, samples, seed, bar.update) for part in (train, validation)
-        ]
+        seen = [gather(lm, tokenizer, part, context, samples, seed, bar.update) for part in (train, validation)]
     layers: list[LayerCodebook | None] = []
     errors = {}
     with tqdm(total=len(seen[0]), unit="layer", desc="Clustering", mininterval=1) as bar:
@@ -151,9 +147,7 @@ def gather(
     for number, document in enumerate(documents):
         tokens = torch.tensor(encode(tokenizer, document.text)[:context], device=model.device)[None]
         share = samples * (number + 1) // len(documents) - samples * number // len(documents)
-        found = [
-            None if both is None else _draw(both, share, drawn) for both in read_cache(model, rotary, tokens)
-        ]
+        found = [None if both is None else _draw(both, share, drawn) for both in read_cache(model, rotary, tokens)]
         per_layer = per_layer or [None if both is None else [] for both in found]
         for into, both in zip(per_layer, found):
             if into is not None and both is not None:
@@ -170,7 +164,7 @@ def read_cache(model: Any, rotary: Rotary | None, tokens: Tensor) -> list[Vector
     import torch
     from transformers import DynamicCache
 
-    from fade_runtime import hf
+    from fade_runtime import transformers_api as hf
     from predictor.rope import unrotate
 
     config = hf.text_config(model)
@@ -193,7 +187,7 @@ def read_cache(model: Any, rotary: Rotary | None, tokens: Tensor) -> list[Vector
 
 def cluster(vectors: Vectors, sizes: tuple[int, int], num_centroids: int, seed: int) -> LayerCodebook:
     """Train the codebooks of one layer; ``sizes`` are the channels of a part of a key and of a value."""
-    from fade_runtime.pq import LayerCodebook, PQCodebook
+    from fade_runtime.storage.pq import LayerCodebook, PQCodebook
 
     key, value = (PQCodebook.train(each, size, num_centroids, seed) for each, size in zip(vectors, sizes))
     return LayerCodebook(key, value)
@@ -220,18 +214,15 @@ def error_table(errors: dict[int, tuple[float, float]]) -> str:
     """
     means = tuple(sum(column) / len(errors) for column in zip(*errors.values()))
     rows = [*((str(index), both) for index, both in errors.items()), ("mean", means)]
-    lines = [
-        f"{name:>5}" + "".join(f"{f'{value:.3f}'.removeprefix('0'):>7}" for value in both)
-        for name, both in rows
-    ]
+    lines = [f"{name:>5}" + "".join(f"{f'{value:.3f}'.removeprefix('0'):>7}" for value in both) for name, both in rows]
     return "\n".join(["layer    key  value", *lines])
 
 
 def _check_model(model: Any, context: int, sizes: tuple[int, int], num_centroids: int) -> None:
     """Refuse what this model cannot do before a document is read."""
     from data.lm import refuse_too_long
-    from fade_runtime import hf
-    from fade_runtime.pq import check_sizes
+    from fade_runtime import transformers_api as hf
+    from fade_runtime.storage.pq import check_sizes
     from predictor.provenance import head_dim
 
     config = hf.text_config(model)

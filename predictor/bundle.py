@@ -95,9 +95,7 @@ class Predictor(nn.Module):
                 raise
             warnings.warn(f"{error} (allowed by strict=False)", stacklevel=2)
 
-    def save(
-        self, path: str | Path, *, certificate: Mapping[str, Any] | None = None, model: Any = None
-    ) -> Path:
+    def save(self, path: str | Path, *, certificate: Mapping[str, Any] | None = None, model: Any = None) -> Path:
         """Write it as a bundle, whole or not at all.
 
         Args:

@@ -116,9 +116,7 @@ def ladder(certificate: Mapping[str, Any] | None, name: str = "predictor") -> li
     """
     stored = (certificate or {}).get("ladder")
     if not stored:
-        raise FadeError(
-            f"{name} has no certificate of KL at several budgets; make it with python -m pipelines.certify"
-        )
+        raise FadeError(f"{name} has no certificate of KL at several budgets; make it with python -m pipelines.certify")
     try:
         rungs = [
             Rung(each["int4_budget"], float(each["compression"]), tuple(map(float, each["kl"])))

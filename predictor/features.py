@@ -143,9 +143,7 @@ def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Te
     return scored.softmax(-1).mean(1)
 
 
-def causal_shares(
-    query: Tensor, key: Tensor, scaling: float, chunk: int = 64
-) -> Iterator[tuple[int, int, Tensor]]:
+def causal_shares(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Iterator[tuple[int, int, Tensor]]:
     """Causal attention of all queries of a prompt, some at a time, in one piece of memory that is used again.
 
     Args:

@@ -35,9 +35,7 @@ def recovery_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
     lost = logits.new_zeros(())
     for kept in SHARES:
         place = (count * kept).ceil().long()  # the edge lies between this candidate and the one before
-        around = ranked.gather(
-            -1, torch.cat((place - 1, torch.minimum(place, count - 1)), dim=-1).clamp(min=0)
-        )
+        around = ranked.gather(-1, torch.cat((place - 1, torch.minimum(place, count - 1)), dim=-1).clamp(min=0))
         edge = around.mean(-1, keepdim=True).nan_to_num(neginf=0.0)
         soft = ((logits.detach() - edge) / WIDTH).sigmoid()
         slope = masked_share(soft * (1 - soft), mask)

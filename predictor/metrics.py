@@ -40,9 +40,7 @@ def _order(scores: Tensor, mask: Tensor, eligible: Tensor) -> Tensor:
     return ranked.argsort(dim=-1, descending=True, stable=True)
 
 
-def recovery(
-    scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, budgets: Sequence[float]
-) -> Tensor:
+def recovery(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, budgets: Sequence[float]) -> Tensor:
     """Share of the target's mass that falls on the kept tokens.
 
     Args:

@@ -199,9 +199,7 @@ def relative(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return centred, ((centred * real).square().sum(-2, keepdim=True) / count).sqrt()
 
 
-NETS: dict[str, type[ScoreNet]] = {
-    net.kind: net for net in (TokenMLP, HiddenMLP, BlockCNN, PublishedCNN, EmaBank)
-}
+NETS: dict[str, type[ScoreNet]] = {net.kind: net for net in (TokenMLP, HiddenMLP, BlockCNN, PublishedCNN, EmaBank)}
 
 
 def build_net(kind: str, config: dict[str, Any]) -> ScoreNet:

@@ -57,9 +57,7 @@ def resolve_store(tracking_uri: str | None = None, must_exist: bool = False) -> 
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or STORE
     if uri.startswith("file:") or "://" not in uri:
         place = unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
-        raise FadeError(
-            f"tracking URI {uri} is a folder, which MLflow 3 refuses; use sqlite:///{place.rstrip('/')}.db"
-        )
+        raise FadeError(f"tracking URI {uri} is a folder, which MLflow 3 refuses; use sqlite:///{place.rstrip('/')}.db")
     file = _sqlite_file(uri)
     if file is None:
         return uri, None
@@ -68,9 +66,7 @@ def resolve_store(tracking_uri: str | None = None, must_exist: bool = False) -> 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FadeError(
-            f"tracking URI {uri}: cannot make {file.parent} ({error.strerror}); use another"
-        ) from error
+        raise FadeError(f"tracking URI {uri}: cannot make {file.parent} ({error.strerror}); use another") from error
     return uri, (file.parent / "mlartifacts").resolve().as_uri()
 
 
@@ -362,9 +358,7 @@ def _from_hub(repo: str) -> str:
         return snapshot_download(repo, allow_patterns=[WEIGHTS, FACTS, CARD])
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise FadeError(
-            f"predictor {repo} is no directory, and the hub does not give it: {reason}"
-        ) from error
+        raise FadeError(f"predictor {repo} is no directory, and the hub does not give it: {reason}") from error
 
 
 def _find(client: Any, ref: str) -> Any:

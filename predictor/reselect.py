@@ -60,9 +60,7 @@ def blocks_at(batch: Batch, steps: Tensor) -> tuple[Tensor, Tensor]:
     start = torch.arange(count, device=eligible.device) * block
     now = length + steps[:, None] + 1  # tokens that a query sees, itself among them
     exist = start < now
-    return exist, (start >= first) & (start + block <= now - (length - last)) & eligible.any(-1)[
-        :, None, None
-    ]
+    return exist, (start >= first) & (start + block <= now - (length - last)) & eligible.any(-1)[:, None, None]
 
 
 def horizon_mass(line: Tensor, window: int, steps: Tensor, horizon: int) -> Tensor:

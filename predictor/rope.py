@@ -71,9 +71,7 @@ class Rotary:
             return True
         if config.model_type in SLIDING_ONLY and config.sliding_window is not None:
             forced = getattr(config, "prefix_dense_sliding_window_pattern", None) == 1  # Cohere 2 MoE
-            return bool(
-                kinds[layer] == "sliding_attention" or (forced and config.mlp_layer_types[layer] == "dense")
-            )
+            return bool(kinds[layer] == "sliding_attention" or (forced and config.mlp_layer_types[layer] == "dense"))
         return (getattr(config, "rope_parameters", None) or {}).get(kinds[layer], kinds) is not None
 
     @torch.no_grad()
@@ -133,9 +131,7 @@ class Rotary:
         decoder = self._decoder()
         modules = [module() for module in self._modules]
         if decoder is None or None in modules:
-            raise FadeError(
-                f"this cache's {self.config.model_type} model is gone; keep it while you use the cache"
-            )
+            raise FadeError(f"this cache's {self.config.model_type} model is gone; keep it while you use the cache")
         if len(modules) > 1:
             raise self._refusal(f"it has {len(modules)} rotary modules")
         twin: Any = copy.copy(modules[0])

@@ -96,9 +96,7 @@ def target_mass(batch: Batch, kind: Target = "sum") -> Tensor:
     Raises:
         FadeError: another kind.
     """
-    return _blend(
-        kind, *(masked_share(batch[name], batch["eligible"]) for name in ("target_sum", "target_max"))
-    )
+    return _blend(kind, *(masked_share(batch[name], batch["eligible"]) for name in ("target_sum", "target_max")))
 
 
 def block_targets(batch: Batch, steps: int | None, kind: Target = "sum") -> tuple[Tensor, Tensor]:
@@ -120,9 +118,7 @@ def block_targets(batch: Batch, steps: int | None, kind: Target = "sum") -> tupl
     eligible = nn.functional.pad(batch["eligible"], (0, count * block - batch["eligible"].shape[1]))
     mask = eligible.unflatten(-1, (count, block)).any(-1) & batch["block_mask"]
     total, peak = future.mean(1) * sizes, future.amax(1) * sizes
-    return (
-        total if kind == "sum" else _blend(kind, masked_share(total, mask), masked_share(peak, mask))
-    ), mask
+    return (total if kind == "sum" else _blend(kind, masked_share(total, mask), masked_share(peak, mask))), mask
 
 
 def _blend(kind: str, total: Tensor, peak: Tensor) -> Tensor:

@@ -99,16 +99,10 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         laurel_rank=8,
         activation_sparsity_pattern=[0.0] * 6,
     ),
-    "phi": partial(
-        _make, "Phi", hidden_size=80, head_dim=20
-    ),  # head dims that are no power of two, as in Phi-2
+    "phi": partial(_make, "Phi", hidden_size=80, head_dim=20),  # head dims that are no power of two, as in Phi-2
     "phi3": partial(_make, "Phi3", hidden_size=96, head_dim=24),  # and Phi-3
-    "gpt_neox": partial(
-        _make, "GPTNeoX", (*PLAIN, "intermediate_size", "max_position_embeddings"), rotary_pct=0.5
-    ),
-    "gpt2": partial(
-        _make, "GPT2Config GPT2LMHeadModel", TOKENS, n_embd=64, n_layer=2, n_head=4, n_positions=1024
-    ),
+    "gpt_neox": partial(_make, "GPTNeoX", (*PLAIN, "intermediate_size", "max_position_embeddings"), rotary_pct=0.5),
+    "gpt2": partial(_make, "GPT2Config GPT2LMHeadModel", TOKENS, n_embd=64, n_layer=2, n_head=4, n_positions=1024),
     "opt": partial(
         _make,
         "OPT",
@@ -118,18 +112,12 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         word_embed_proj_dim=64,
     ),
     "falcon": partial(_make, "Falcon", PLAIN, alibi=False, multi_query=True, new_decoder_architecture=False),
-    "falcon_grouped": partial(
-        _make, "Falcon", PLAIN, alibi=False, new_decoder_architecture=True, num_kv_heads=2
-    ),
-    "falcon_alibi": partial(
-        _make, "Falcon", PLAIN, alibi=True, multi_query=False, new_decoder_architecture=False
-    ),
+    "falcon_grouped": partial(_make, "Falcon", PLAIN, alibi=False, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_alibi": partial(_make, "Falcon", PLAIN, alibi=True, multi_query=False, new_decoder_architecture=False),
     "olmo2": partial(_make, "Olmo2"),
     "cohere2": partial(_make, "Cohere2", **MIXED),
     "smollm3": partial(_make, "SmolLM3"),
-    "granite": partial(
-        _make, "Granite", attention_multiplier=0.2, embedding_multiplier=2.0, residual_multiplier=0.7
-    ),
+    "granite": partial(_make, "Granite", attention_multiplier=0.2, embedding_multiplier=2.0, residual_multiplier=0.7),
     "starcoder2": partial(_make, "Starcoder2"),
     "mistral_sliding": partial(_make, "Mistral", sliding_window=24),
     "qwen3_next": partial(_make, "Qwen3Next", shared_expert_intermediate_size=32, **EXPERTS, **GATED_DELTA),
@@ -170,9 +158,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "mamba": partial(_make, "Mamba", RECURRENT, state_size=8),
     "mamba2": partial(_make, "Mamba2", RECURRENT, state_size=8, num_heads=8, head_dim=16, n_groups=1),
     "rwkv": partial(_make, "Rwkv", RECURRENT),
-    "falcon_h1": partial(
-        _make, "FalconH1", mamba_d_state=16, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128
-    ),
+    "falcon_h1": partial(_make, "FalconH1", mamba_d_state=16, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128),
     "falcon_eager": partial(_make, "Falcon", PLAIN, attn_implementation="eager"),
     "bloom": partial(_make, "Bloom", TOKENS, hidden_size=64, n_layer=2, n_head=4),
     "t5": partial(

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fade_runtime import quant
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.reference import Part
-from fade_runtime.packed import PackedTokens
+from fade_runtime.storage import quant
+from fade_runtime.storage.packed import PackedTokens
 
 UNIT = 2.0**-24  # of float32: half the distance from 1 to the next number
 DEVIATIONS = 4.0  # few tokens may hold most of the attention, so errors do not average out

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.report import table
-from pipelines.task_report import tables
+from pipelines.evaluation.report import table
+from pipelines.evaluation.task_report import tables
 from tests.commands import ROOT, run_command
 
 README = (ROOT / "README.md").read_text()
@@ -41,9 +41,7 @@ def test_the_two_commands_come_first() -> None:
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make ")])
 def test_make_knows_it(line: str) -> None:
-    done = subprocess.run(
-        [*shlex.split(line), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*shlex.split(line), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

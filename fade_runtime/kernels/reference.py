@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fade_runtime import quant
-from fade_runtime.packed import PackedTokens
+from fade_runtime.storage import quant
+from fade_runtime.storage.packed import PackedTokens
 from predictor import rope
 
 PAGES_AT_ONCE = 48
@@ -214,7 +214,7 @@ def attend(
     for the merging of parts. Gemma Team 2024, Gemma 2 (arXiv 2408.00118), section 2, for the cap.
 
     Example:
-        >>> from fade_runtime.packed import pack_tokens
+        >>> from fade_runtime.storage.packed import pack_tokens
         >>> packed = pack_tokens(torch.randn(5, 16), torch.ones(5, 16), torch.zeros(5).long(), torch.arange(5), None)
         >>> out, _, _ = attend(torch.randn(1, 2, 16), torch.randn(1, 3, 16), torch.ones(1, 3, 16), [Part(packed)])
         >>> torch.allclose(out, torch.ones(1, 2, 16), atol=1e-3)  # a mean of equal values
@@ -228,9 +228,7 @@ def attend(
     bodies = [_finish(part_scores(query, part).float(), part.bias, softcap) for part in parts]  # [T, Q] each
     owners = [part.tokens.token_row() for part in parts]
     least = torch.finfo(torch.float32).min
-    top = torch.nn.functional.pad(scores, (0, 1), value=least).amax(
-        -1
-    )  # [R, Q], finite where nothing is visible
+    top = torch.nn.functional.pad(scores, (0, 1), value=least).amax(-1)  # [R, Q], finite where nothing is visible
     for row, body in zip(owners, bodies):
         top = top.scatter_reduce(0, row[:, None].expand_as(body), body, "amax")
     shares = (scores - top[..., None]).exp()
@@ -250,9 +248,7 @@ def attend(
     return out, *folded(torch.einsum("rqn,q->rn", shares, weights), [body @ weights for body in bodies], into, decay)
 
 
-def folded(
-    mass: Tensor, masses: list[Tensor], into: Sequence[Tensor], decay: float
-) -> tuple[Tensor, list[Tensor]]:
+def folded(mass: Tensor, masses: list[Tensor], into: Sequence[Tensor], decay: float) -> tuple[Tensor, list[Tensor]]:
     """Statistics of full-precision tokens and of parts; ``into`` and ``decay`` as in :func:`attend`.
 
     Example:

@@ -117,8 +117,6 @@ def test_a_model_that_gives_no_numbers_is_refused_while_it_is_watched(
     broken = tiny_model("llama")
     broken.model.layers[1].self_attn.k_proj.weight[3, 3] = np.nan
     broken.save_pretrained(model)
-    with pytest.raises(
-        FadeError, match=r"attention holds NaN .*, layer 1, kv head 0; use another dtype than float32"
-    ):
+    with pytest.raises(FadeError, match=r"attention holds NaN .*, layer 1, kv head 0; use another dtype than float32"):
         collect(small(tmp_path / "out", model=str(model)))
     assert not list((tmp_path / "out").glob("*.parquet"))

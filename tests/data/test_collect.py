@@ -31,9 +31,7 @@ Make = Callable[..., CollectSettings]
 
 def rows_of(folder: Path) -> list[Row]:
     traces = Traces(folder)
-    return [
-        row for split in ("train", "validation") for name in traces.shards(split) for row in traces.read(name)
-    ]
+    return [row for split in ("train", "validation") for name in traces.shards(split) for row in traces.read(name)]
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -45,9 +43,7 @@ def assert_same(one: Path, other: Path) -> None:
             np.testing.assert_array_equal(value, again[name])
 
 
-def test_the_manifest_says_what_the_shards_hold(
-    collected: Path, small: Make, tiny_model: Callable[..., Any]
-) -> None:
+def test_the_manifest_says_what_the_shards_hold(collected: Path, small: Make, tiny_model: Callable[..., Any]) -> None:
     traces = Traces(collected)
     manifest = traces.manifest
     documents = {one["id"]: one for one in manifest["documents"]}
@@ -66,9 +62,9 @@ def test_the_manifest_says_what_the_shards_hold(
             assert 101 <= row["length"] <= 149
             assert documents[row["doc"]]["tokens"] == row["length"] + 13
             assert np.isfinite(row["tokens"]).all()
-    assert {
-        name: value for name, value in traces.provenance.items() if name != "tokenizer"
-    } == model_provenance(tiny_model("llama"))
+    assert {name: value for name, value in traces.provenance.items() if name != "tokenizer"} == model_provenance(
+        tiny_model("llama")
+    )
     assert traces.spec == small(collected).spec
     assert sorted(file.name for file in collected.iterdir()) == [
         "manifest.json",
@@ -76,9 +72,7 @@ def test_the_manifest_says_what_the_shards_hold(
     ]
 
 
-def stop_after(
-    monkeypatch: pytest.MonkeyPatch, documents: int, error: type[BaseException] = RuntimeError
-) -> list[str]:
+def stop_after(monkeypatch: pytest.MonkeyPatch, documents: int, error: type[BaseException] = RuntimeError) -> list[str]:
     """Let the collector fail after so many documents; returns the list that it enters what it reads in."""
     read: list[str] = []
     step = TraceCollector.predict_step
@@ -118,9 +112,7 @@ def test_ctrl_c_is_a_line_and_a_status(
 ) -> None:
     stop_after(monkeypatch, 1, KeyboardInterrupt)
     assert cli.run(collect_traces, command(small(tmp_path / "out"))) == 130
-    assert (
-        capsys.readouterr().err.splitlines()[-1].startswith("error: interrupted; run the same command again")
-    )
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: interrupted; run the same command again")
     with pytest.raises(FadeError, match="unfinished"):
         Traces(tmp_path / "out")
 
@@ -221,9 +213,8 @@ def test_the_command_reads_flat_yaml_and_says_what_it_did(
     config, out = tmp_path / "collect.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(vars(small(out))))
     assert cli.run(collect_traces, ["--config", str(config)]) == 0
-    assert (
-        f"6 documents, {sum(d['tokens'] for d in Traces(out).manifest['documents']):,} tokens, 24 rows"
-        in (capsys.readouterr().out)
+    assert f"6 documents, {sum(d['tokens'] for d in Traces(out).manifest['documents']):,} tokens, 24 rows" in (
+        capsys.readouterr().out
     )
     assert_same(out, collected)
 

@@ -84,9 +84,7 @@ def chatty_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("continuation", ["text", "greedy"])
-def test_a_text_is_put_into_the_chat_template(
-    continuation: str, small: Make, chatty_dir: Path, tmp_path: Path
-) -> None:
+def test_a_text_is_put_into_the_chat_template(continuation: str, small: Make, chatty_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(chatty_dir)
     settings = small(tmp_path / "out", model=str(chatty_dir), template="chat", continuation=continuation)
     ends = "<assistant>" if continuation == "greedy" else ""
@@ -130,16 +128,12 @@ def test_weights_and_held_out_sources_are_options_of_the_command(
         ({"nodes": 0}, "nodes 0 is too small"),
     ],
 )
-def test_options_that_cannot_be_are_named(
-    option: dict[str, Any], words: str, small: Make, tmp_path: Path
-) -> None:
+def test_options_that_cannot_be_are_named(option: dict[str, Any], words: str, small: Make, tmp_path: Path) -> None:
     with pytest.raises(FadeError, match=words):
         small(tmp_path, **option)
 
 
-def test_the_manifest_names_the_model_and_how_it_ran(
-    collected: Path, small: Make, tiny_model_dir: Path
-) -> None:
+def test_the_manifest_names_the_model_and_how_it_ran(collected: Path, small: Make, tiny_model_dir: Path) -> None:
     manifest = Traces(collected).manifest
     assert manifest["model"] == {
         "id": str(tiny_model_dir),
@@ -154,9 +148,7 @@ def test_the_manifest_names_the_model_and_how_it_ran(
     assert {"seed", "window", "block"} <= set(manifest["settings"])
 
 
-def test_a_manifest_of_before_these_options_is_continued(
-    collected: Path, small: Make, tmp_path: Path
-) -> None:
+def test_a_manifest_of_before_these_options_is_continued(collected: Path, small: Make, tmp_path: Path) -> None:
     out = Path(shutil.copytree(collected, tmp_path / "old"))
     manifest = json.loads((out / "manifest.json").read_text())
     for name in ("validation_text", "continuation", "temperature", "top_p", "template"):
@@ -219,9 +211,7 @@ def test_a_protocol_that_is_not_known_is_named(small: Make) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_and_a_process_may_have_nothing_to_do(
-    collected: Path, small: Make, tmp_path: Path
-) -> None:
+def test_torchrun_goes_on_and_a_process_may_have_nothing_to_do(collected: Path, small: Make, tmp_path: Path) -> None:
     out = Path(shutil.copytree(collected, tmp_path / "traces"))
     (out / "shard-00001.parquet").unlink()  # one shard for two processes
     run = [

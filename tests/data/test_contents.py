@@ -69,9 +69,7 @@ def test_the_command_prints_tables_and_draws(
     assert [(cells[1], cells[2]) for cells in table] == [("train", "4"), ("validation", "2")]
     best = far_attention(Traces(collected))[:3]
     listed = [line.split() for line in out.splitlines() if line.endswith("%")]
-    assert [cells[:3] for cells in listed] == [
-        [f"{h.layer}", f"{h.head}", f"{h.looked_up:.2f}"] for h in best
-    ]
+    assert [cells[:3] for cells in listed] == [[f"{h.layer}", f"{h.head}", f"{h.looked_up:.2f}"] for h in best]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
 

@@ -30,17 +30,13 @@ def test_a_text_never_ends(model: Any) -> None:
     again = continue_prompt(model, tokens, 12)
     assert len(again) == 52
     assert not {int(written[40]), int(written[41])} & set(again[40:].tolist())
-    longest = model.generate(
-        tokens[None], min_new_tokens=12, max_new_tokens=12, eos_token_id=written[40:42].tolist()
-    )
+    longest = model.generate(tokens[None], min_new_tokens=12, max_new_tokens=12, eos_token_id=written[40:42].tolist())
     assert torch.equal(again, longest[0])
 
 
 def test_a_seed_decides_a_sample(model: Any) -> None:
     tokens = tokens_of(40)
-    first, same, other = (
-        continue_prompt(model, tokens, 30, sample=True, seed=seed) for seed in ("a", "a", "b")
-    )
+    first, same, other = (continue_prompt(model, tokens, 30, sample=True, seed=seed) for seed in ("a", "a", "b"))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
     assert not torch.equal(first, continue_prompt(model, tokens, 30))
@@ -63,9 +59,7 @@ def test_samples_follow_temperature_and_top_p(tiny_model: Any) -> None:
     shares = TopPLogitsWarper(0.3)(None, TemperatureLogitsWarper(0.5)(None, logits)).softmax(-1)[0]
     draws = 400
     options: Any = dict(sample=True, temperature=0.5, top_p=0.3)
-    counts = Counter(
-        int(continue_prompt(model, tokens, 1, seed=seed, **options)[-1]) for seed in range(draws)
-    )
+    counts = Counter(int(continue_prompt(model, tokens, 1, seed=seed, **options)[-1]) for seed in range(draws))
     possible = {i for i, share in enumerate(shares.tolist()) if share > 0}
     assert set(counts) <= possible
     assert 5 < len(possible) < 100

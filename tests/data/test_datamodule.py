@@ -49,9 +49,7 @@ def test_batches_hold_the_rows_on_disk(module: TraceDataModule, collected: Path)
             for name in ("tokens", "h2o"):
                 np.testing.assert_array_equal(batch[name][i, :slots], row[name])
             for name in ("target_sum", "target_max"):
-                np.testing.assert_allclose(
-                    batch[name][i, :slots], np.exp(row[name].astype(np.float32)), rtol=1e-5
-                )
+                np.testing.assert_allclose(batch[name][i, :slots], np.exp(row[name].astype(np.float32)), rtol=1e-5)
             for name in ("history_mean", "history_max", "future_mean", "future_max"):
                 part = row[name]
                 np.testing.assert_array_equal(batch[name][i, :, : part.shape[1]], part)
@@ -102,9 +100,7 @@ def test_margins_are_options(collected: Path) -> None:
 def test_worker_processes_share_the_rows(collected: Path) -> None:
     traces = Traces(collected)
     dataset = TraceDataset(traces, "train", shuffle=True)
-    loader = DataLoader(
-        dataset, batch_size=2, num_workers=2, collate_fn=lambda rows: collate(rows, traces.spec)
-    )
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=lambda rows: collate(rows, traces.spec))
     found = keys(list(loader))
     assert len(found) == len(set(found)) == 16
 

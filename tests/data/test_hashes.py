@@ -146,9 +146,7 @@ def test_a_damaged_shard_is_not_there_when_its_mending_is_interrupted(copy: Path
     assert not (copy / "shard-00001.parquet").exists()
 
 
-def test_a_shard_that_lost_its_hash_or_never_came_is_collected_again(
-    begun: Path, small: Make, collected: Path
-) -> None:
+def test_a_shard_that_lost_its_hash_or_never_came_is_collected_again(begun: Path, small: Make, collected: Path) -> None:
     (begun / f"shard-00000.parquet{HASH}").unlink()
     (begun / "shard-00001.parquet").unlink()  # as if the end had come between the two
     assert collect(small(begun)).kept == 0
@@ -156,9 +154,7 @@ def test_a_shard_that_lost_its_hash_or_never_came_is_collected_again(
 
 
 @pytest.mark.filterwarnings("ignore:.*of a release that wrote no checksum")
-def test_collections_from_before_there_were_hashes_are_read_and_go_on(
-    copy: Path, small: Make, collected: Path
-) -> None:
+def test_collections_from_before_there_were_hashes_are_read_and_go_on(copy: Path, small: Make, collected: Path) -> None:
     def of_old(manifest: dict[str, Any]) -> None:
         del manifest[HASHED]
         for shard in manifest["shards"]:

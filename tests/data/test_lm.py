@@ -38,9 +38,7 @@ def test_no_weight_lies_on_a_mapped_file(dtype: str, tiny_model_dir: Path) -> No
 def test_mistakes_are_named(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(FadeError, match="dtype int8 is not known"):
         load_lm(tiny_model_dir, "int8")
-    with pytest.raises(
-        FadeError, match=r"model directory .*nowhere does not exist; .*python -m pipelines.demo_model"
-    ):
+    with pytest.raises(FadeError, match=r"model directory .*nowhere does not exist; .*python -m pipelines.demo_model"):
         load_lm(tmp_path / "nowhere")
     with pytest.raises(FadeError, match=r"model .* cannot be loaded: .*; make it again") as caught:
         load_lm(tmp_path)
@@ -73,9 +71,7 @@ def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_model_is_the_gguf_file_dequantised(
-    real_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_model_is_the_gguf_file_dequantised(real_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gguf = pytest.importorskip("gguf")
     from safetensors import safe_open
 

@@ -38,9 +38,7 @@ def close(got: Any, expected: Any, relative: float = 2e-3, absolute: float = 1e-
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("prompt", [41, 97])
-def test_recorded_keys_are_those_before_the_rotation(
-    kind: str, prompt: int, tiny_model: Callable[..., Any]
-) -> None:
+def test_recorded_keys_are_those_before_the_rotation(kind: str, prompt: int, tiny_model: Callable[..., Any]) -> None:
     """Against what the projections of the model give out."""
     model, tokens, given = tiny_model(kind), tokens_of(prompt + 5), {}
     for layer, block in enumerate(model.model.layers):
@@ -56,17 +54,13 @@ def test_recorded_keys_are_those_before_the_rotation(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-@pytest.mark.parametrize(
-    ("prompt", "steps", "window", "block"), [(37, 5, 8, 16), (111, 29, 17, 7), (64, 16, 63, 16)]
-)
+@pytest.mark.parametrize(("prompt", "steps", "window", "block"), [(37, 5, 8, 16), (111, 29, 17, 7), (64, 16, 63, 16)])
 def test_rows_are_what_stock_eager_attention_shows(
     kind: str, prompt: int, steps: int, window: int, block: int, tiny_model: Callable[..., Any]
 ) -> None:
     heads = 2
     if kind == "gpt2":  # learned positions, no grouped heads
-        config = transformers.GPT2Config(
-            vocab_size=260, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3
-        )
+        config = transformers.GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config).eval()
     else:
@@ -84,9 +78,7 @@ def test_rows_are_what_stock_eager_attention_shows(
         future = np.array(full[prompt:, :])
         for name, attention in (("history", history), ("future", future)):
             cuts = range(0, attention.shape[1], block)
-            close(
-                row[f"{name}_mean"], np.stack([attention[:, at : at + block].mean(1) for at in cuts], axis=1)
-            )
+            close(row[f"{name}_mean"], np.stack([attention[:, at : at + block].mean(1) for at in cuts], axis=1))
             close(row[f"{name}_max"], np.stack([attention[:, at : at + block].max(1) for at in cuts], axis=1))
         close(np.exp(row["target_sum"].astype(float)), future[:, :prompt].mean(0), relative=1e-2)
         close(np.exp(row["target_max"].astype(float)), future[:, :prompt].max(0), relative=1e-2)
@@ -153,9 +145,7 @@ def test_models_that_run_at_the_same_time_do_not_mix(tiny_model: Callable[..., A
 
 def test_without_h2o_there_is_no_such_column_and_the_rest_is_the_same(model: Any) -> None:
     spec, tokens = FeatureSpec(window=8), tokens_of(60)
-    for row, bare in zip(
-        record_forward(model, tokens, 50, spec), record_forward(model, tokens, 50, spec, h2o=False)
-    ):
+    for row, bare in zip(record_forward(model, tokens, 50, spec), record_forward(model, tokens, 50, spec, h2o=False)):
         assert set(row) - set(bare) == {"h2o"}
         assert all(np.array_equal(row[name], value) for name, value in bare.items())
 
@@ -172,9 +162,7 @@ def test_a_sliding_window_is_refused_only_where_it_hides_something() -> None:
         record_forward(model, tokens_of(61), 50, spec)
 
 
-@pytest.mark.parametrize(
-    ("count", "prompt", "words"), [(20, 8, "window 8"), (40, 40, "nothing after a prompt of 40")]
-)
+@pytest.mark.parametrize(("count", "prompt", "words"), [(20, 8, "window 8"), (40, 40, "nothing after a prompt of 40")])
 def test_documents_that_are_too_short_are_refused(count: int, prompt: int, words: str, model: Any) -> None:
     with pytest.raises(FadeError, match=words):
         record_forward(model, tokens_of(count), prompt, FeatureSpec(window=8))
@@ -185,9 +173,7 @@ def test_what_changes_scores_is_refused_by_name(name: str, model: Any) -> None:
     query, key = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
     module = model.model.layers[1].self_attn
     with pytest.raises(FadeError, match=f"layer 1 passes {name}"):
-        recorded_attention(
-            module, query, key, key, None, 0.25, fade_recorder=object(), **{name: torch.ones(4)}
-        )
+        recorded_attention(module, query, key, key, None, 0.25, fade_recorder=object(), **{name: torch.ones(4)})
 
 
 def test_latent_attention_is_refused(model: Any) -> None:

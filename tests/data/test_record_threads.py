@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from data.record import AttentionRecorder, record_forward, recorded_attention, watched
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.features import FeatureSpec
 from tests.data.test_record import tokens_of
 

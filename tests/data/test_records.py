@@ -51,9 +51,7 @@ def chatty(tiny_tokenizer: Any) -> Any:
 
 def test_chats_are_written_with_the_template_and_never_cut(chatty: Any, tmp_path: Path) -> None:
     chats = [[{**one, "content": f"{i}: {one['content']}"} for one in CHAT] for i in range(9)]
-    file = write_jsonl(
-        tmp_path / "chats.jsonl", [{"id": i, "messages": chat} for i, chat in enumerate(chats)]
-    )
+    file = write_jsonl(tmp_path / "chats.jsonl", [{"id": i, "messages": chat} for i, chat in enumerate(chats)])
     expected = [chatty.apply_chat_template(chat, tokenize=False) for chat in chats]
     render = chat_renderer(chatty)
     assert [part.text for part in file_texts(file, render=render)] == expected
@@ -64,9 +62,7 @@ def test_chats_are_written_with_the_template_and_never_cut(chatty: Any, tmp_path
     assert found.count("<user>") == found.count("<assistant>")
 
 
-def test_without_a_template_chats_are_lines_of_roles(
-    tiny_tokenizer: Any, chatty: Any, tmp_path: Path
-) -> None:
+def test_without_a_template_chats_are_lines_of_roles(tiny_tokenizer: Any, chatty: Any, tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "Look."}, {"type": "image"}]}]
     assert role_lines([*parts, *CHAT[1:]]) == "user: Look.\nassistant: A greeting: dear all, hello.\n"
     file = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}])
@@ -87,9 +83,7 @@ def test_a_first_token_is_not_doubled(chatty: Any) -> None:
     chatty.chat_template = "{{ bos_token }}" + TEMPLATE
     chatty.bos_token = "<|end|>"
     assert chat_renderer(chatty)(CHAT).startswith("<|end|><user>")  # nothing else would add it
-    chatty.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|end|> $A", special_tokens=[("<|end|>", 256)]
-    )
+    chatty.backend_tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 256)])
     ids = chatty(chat_renderer(chatty)(CHAT))["input_ids"]
     assert ids == chatty.apply_chat_template(CHAT, return_dict=True)["input_ids"]
     assert ids.count(256) == 1
@@ -113,8 +107,7 @@ def test_the_frame_is_what_the_template_puts_around_a_message(chatty: Any) -> No
 
 def test_named_fields_and_columns(tmp_path: Path) -> None:
     records = [
-        {"question": f"Q{i}?", "answer": f"A{i}.", "text": "other", "score": i, "talk": CHAT}
-        for i in range(100)
+        {"question": f"Q{i}?", "answer": f"A{i}.", "text": "other", "score": i, "talk": CHAT} for i in range(100)
     ]
     file = write_jsonl(tmp_path / "rows.jsonl", records)
     pq.write_table(pa.Table.from_pylist([*records, dict.fromkeys(records[0])]), tmp_path / "rows.parquet")
@@ -173,8 +166,7 @@ def test_counts_never_leave_their_share_by_one(weights: list[int], total: int) -
 
 def test_sources_are_mixed_by_weight_in_each_split(tmp_path: Path) -> None:
     sources = {
-        prose(tmp_path / f"{name}.txt", name, 600): weight
-        for name, weight in (("a", 3), ("b", 1.5), ("c", 0.5))
+        prose(tmp_path / f"{name}.txt", name, 600): weight for name, weight in (("a", 3), ("b", 1.5), ("c", 0.5))
     }
     documents = load_documents(sources, train=20, validation=5, length=300)
     for split, total in (("train", 20), ("validation", 5)):
@@ -193,9 +185,7 @@ def test_a_list_goes_on_with_the_others_and_is_fair_to_sources_not_families(tmp_
     short = prose(tmp_path / "short.txt", "s", 8)
     documents = load_documents([short, "builtin"], train=8, validation=0, length=500)
     assert Counter(one.source == "short.txt" for one in documents)[True] in (1, 2)
-    fair = load_documents(
-        [prose(tmp_path / "long.txt", "l", 99), "builtin"], train=8, validation=0, length=500
-    )
+    fair = load_documents([prose(tmp_path / "long.txt", "l", 99), "builtin"], train=8, validation=0, length=500)
     assert [one.source == "long.txt" for one in fair] == [True, False] * 4
 
 
@@ -227,9 +217,7 @@ def test_what_is_held_out_is_refused_in_training_under_any_name(tmp_path: Path) 
     assert split_sources(documents, "validation") == {"h.txt"}
     assert split_sources(documents, "train") == {"train"}
     prose(tmp_path / "train" / "0.txt", "h")  # the same text under another name
-    with pytest.raises(
-        FadeError, match=r"0.txt:0:0 is also in validation_text \(.*h.txt:0:0\), .*take it out"
-    ):
+    with pytest.raises(FadeError, match=r"0.txt:0:0 is also in validation_text \(.*h.txt:0:0\), .*take it out"):
         load_documents([str(tmp_path / "train")], **arguments)
     with pytest.raises(FadeError, match=r"validation_text gives 1 documents of at least 4000 characters"):
         load_documents([str(tmp_path / "train")], **{**arguments, "length": 4000})

@@ -84,9 +84,7 @@ def test_a_passage_that_comes_again_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text(
         "The quick  brown fox jumps over\nthe lazy DOG, again and again and again.\n\nshort\n"
     )
-    (tmp_path / "c.md").write_text(
-        "Here is something that was nowhere else before, and it is long enough to count.\n"
-    )
+    (tmp_path / "c.md").write_text("Here is something that was nowhere else before, and it is long enough to count.\n")
     (document,) = load_documents([str(tmp_path)], train=1, validation=0, length=150)
     assert document.text.lower().count("quick") == 1
     assert document.text.count("short") == 2  # too short to be told from a heading
@@ -121,17 +119,13 @@ def test_sources_take_turns(tmp_path: Path) -> None:
     for name in ("a", "b"):
         text = "\n\n".join(f"{name} paragraph {i} " + "with its own words " * 5 for i in range(40))
         (tmp_path / f"{name}.txt").write_text(text)
-    documents = load_documents(
-        [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], train=4, validation=0, length=300
-    )
+    documents = load_documents([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], train=4, validation=0, length=300)
     assert [one.source for one in documents] == ["a.txt", "b.txt", "a.txt", "b.txt"]
 
 
 def test_length_is_measured_as_asked(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(f"{i} " * 20 for i in range(50)))
-    documents = load_documents(
-        [str(tmp_path)], train=3, validation=0, length=77, measure=lambda t: len(t.split())
-    )
+    documents = load_documents([str(tmp_path)], train=3, validation=0, length=77, measure=lambda t: len(t.split()))
     assert all(len(one.text.split()) >= 77 for one in documents)
 
 

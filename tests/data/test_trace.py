@@ -34,10 +34,7 @@ def random_rows(count: int, slots: int, steps: int, spec: FeatureSpec, seed: int
             "length": slots,
             "steps": steps,
         }
-        | {
-            name: drawn.normal(size=[size[a] for a in axes]).astype(np.float16)
-            for name, axes in ARRAYS.items()
-        }
+        | {name: drawn.normal(size=[size[a] for a in axes]).astype(np.float16) for name, axes in ARRAYS.items()}
         for i in range(count)
     ]
 

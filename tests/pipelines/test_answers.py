@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from pipelines.answers import Asking
-from pipelines.measure import FULL, Method, compare
-from pipelines.tasks.task import Example, Output, Task, Turn
+from fade_runtime.transformers_api import forward_kwargs
+from pipelines.evaluation.measure import FULL, Method, compare
+from pipelines.evaluation.task_runner import Asking
+from pipelines.evaluation.tasks.task import Example, Output, Task, Turn
 
 NEW = 24
 METHODS = [
@@ -71,15 +71,11 @@ def test_each_cache_says_what_single_steps_say(
 def test_the_full_cache_says_what_generate_says(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     full, *_ = Asking(tiny_model(), tiny_tokenizer).ask(TASK, EXAMPLE, METHODS[:1])
     prompt = torch.tensor([[*EXAMPLE.context, *EXAMPLE.turns[0].question]])
-    out = tiny_model().generate(
-        prompt, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(prompt)
-    )
+    out = tiny_model().generate(prompt, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(prompt))
     assert full.output.texts == [tiny_tokenizer.decode(out[0, prompt.shape[1] :])]
 
 
-def test_loss_on_the_wanted_answer_is_that_of_compare(
-    tiny_model: Callable[..., Any], tiny_tokenizer: Any
-) -> None:
+def test_loss_on_the_wanted_answer_is_that_of_compare(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     answers = Asking(tiny_model(), tiny_tokenizer).ask(TASK, EXAMPLE, METHODS)
     wanted = EXAMPLE.turns[0].answer
     assert wanted is not None
@@ -94,9 +90,7 @@ def test_loss_on_the_wanted_answer_is_that_of_compare(
     assert answers[0].output.logprobs == pytest.approx(expected_logprobs, abs=1e-4)
 
 
-def test_second_turns_follow_the_full_caches_first_answer(
-    tiny_model: Callable[..., Any], tiny_tokenizer: Any
-) -> None:
+def test_second_turns_follow_the_full_caches_first_answer(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     example = Example(ids(300, 0), (Turn(ids(5, 1)), Turn(ids(9, 3))))
     task = Task("chat", "generated", lambda wish: [], None, "drift", new=NEW)
     full, exact, safe, h2o = Asking(tiny_model(), tiny_tokenizer).ask(task, example, METHODS)
@@ -134,9 +128,7 @@ def test_answers_end_at_a_stop_an_end_token_or_their_length(
         assert answer.output.texts == [long.split(stop)[0]]
 
 
-def test_code_is_scored_only_when_that_is_allowed(
-    tiny_model: Callable[..., Any], tiny_tokenizer: Any
-) -> None:
+def test_code_is_scored_only_when_that_is_allowed(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     task = Task("code", "generated", lambda wish: [], length_of, "pass@1", new=2, runs_code=True)
     for allowed in (False, True):
         (full,) = Asking(tiny_model(), tiny_tokenizer, run_code=allowed).ask(task, EXAMPLE, METHODS[:1])

@@ -32,9 +32,7 @@ def test_decode_prints_ratios_and_adds_rows(tiny_model_dir: Path, tmp_path: Path
     assert list(first) == ["stock", "static", "int4", "int4+statistics", "k4v2"]
     assert first["static"]["of_static"] == first["stock"]["of_stock"] == 1
     assert first["int4"]["of_static"] == pytest.approx(first["static"]["p50"] / first["int4"]["p50"])
-    assert first["stock"]["bytes"] == 2 * 2 * 2 * 16 * 4 * (
-        200 + 4
-    )  # k and v, layers, kv heads, dim, float32
+    assert first["stock"]["bytes"] == 2 * 2 * 2 * 16 * 4 * (200 + 4)  # k and v, layers, kv heads, dim, float32
     assert (
         first["k4v2"]["bytes"]
         < first["int4"]["bytes"]

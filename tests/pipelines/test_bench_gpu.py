@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from fade_runtime.kernels import launches, reference
-from fade_runtime.kernels.launches import Launch
+from fade_runtime.kernels import reference
 from fade_runtime.kernels.reference import Part
-from pipelines import bench, bench_gpu
-from pipelines.gpu_layer import random_layer, stored_bytes
-from pipelines.ledger import add_rows
+from fade_runtime.kernels.triton import launch_table as launches
+from fade_runtime.kernels.triton.launch_table import Launch
+from pipelines import bench
+from pipelines.benchmarks import gpu as bench_gpu
+from pipelines.benchmarks.gpu_layer import random_layer, stored_bytes
+from pipelines.benchmarks.ledger import add_rows
 from predictor.errors import FadeError
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -41,7 +43,8 @@ def test_only_torch_triton_and_transformers_are_needed() -> None:
     code = f"""import sys
 sys.modules.update(dict.fromkeys({absent.split()!r}))
 from pipelines import bench
-import pipelines.gpu_layer, fade_runtime.kernels.triton_check, fade_runtime, fade_runtime.hf
+import pipelines.benchmarks.gpu_layer, fade_runtime.kernels.triton.self_test
+import fade_runtime, fade_runtime.transformers_api
 sys.exit(bench.main(["gpu"]))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith("error: this benchmark needs a GPU"), done.stderr

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines import bench_memory, ledger
-from pipelines.bench_memory import CLEAR, MIB, _in_process, _rows, status_bytes
+from pipelines.benchmarks import ledger
+from pipelines.benchmarks import memory as bench_memory
+from pipelines.benchmarks.memory import CLEAR, MIB, _in_process, _rows, status_bytes
 from predictor.errors import FadeError
 
 pytestmark = pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux")
@@ -39,10 +40,7 @@ def test_a_peak_is_what_was_there_and_is_forgotten_when_cleared() -> None:
 @pytest.mark.slow
 def test_one_cache_is_measured_from_the_model_at_rest(tiny_model_dir: Path) -> None:
     asked = dict(model=str(tiny_model_dir), predictor=None, budget=0.25, dtype="float32", threads=1)
-    runs = {
-        name: _in_process({**asked, "method": name, "context": 3000, "new_tokens": 3})
-        for name in ("stock", "h2o")
-    }
+    runs = {name: _in_process({**asked, "method": name, "context": 3000, "new_tokens": 3}) for name in ("stock", "h2o")}
     assert runs["stock"]["first"] == runs["h2o"]["first"]
     for run in runs.values():
         assert run["added"] == run["peak"] - run["resting"] >= 0  # what loading freed may have been enough

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines import bench_prefill
+from pipelines.benchmarks import prefill as bench_prefill
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,7 @@ def test_prefill_prints_ratios_and_adds_rows(
     assert bench_prefill.main(list(map(str, arguments))) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     names = ["stock", "safe", "position", "ema", "h2o", "fastgen", "learned", "assisted"]
-    assert [(row["context"], row["method"]) for row in rows] == [
-        (n, name) for n in (150, 300) for name in names
-    ]
+    assert [(row["context"], row["method"]) for row in rows] == [(n, name) for n in (150, 300) for name in names]
     told = capsys.readouterr().out
     for row in rows:
         stock = next(each for each in rows if each["context"] == row["context"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipelines import bench
-from pipelines.bench_profile import STAGES
+from pipelines.benchmarks.profile import STAGES
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, pipeline
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from pipelines import bundle_press
-from pipelines.bundle_press import BundlePress
-from pipelines.peers import MissingPeer, under_older_names
+from fade_runtime.transformers_api import forward_kwargs
+from pipelines.evaluation.peers import MissingPeer, under_older_names
+from pipelines.integrations import bundle_press
+from pipelines.integrations.bundle_press import BundlePress
 from predictor.budgets import HeadBudgets
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
@@ -75,9 +75,7 @@ def kept_by_runtime(model: Any, config: FadeConfig, tokens: Tensor) -> set[tuple
 
 @needs_kvpress
 @pytest.mark.parametrize("ratio", [0.3, 0.7])
-def test_the_press_drops_what_the_runtime_evicts(
-    ratio: float, model: Any, tiny_tokenizer: Any, tokens: Tensor
-) -> None:
+def test_the_press_drops_what_the_runtime_evicts(ratio: float, model: Any, tiny_tokenizer: Any, tokens: Tensor) -> None:
     predictor = made_for(model, tiny_tokenizer)
     pressed(model, BundlePress(predictor, ratio), tokens)
     found = dropped(model)
@@ -100,9 +98,7 @@ def test_equal_budgets_free_memory(tiny_model: Callable[..., Any], tiny_tokenize
     full = pressed(model, BundlePress(predictor), tokens)
     assert [layer.keys.shape[2] for layer in full.layers] == [LENGTH] * 2
     cache = pressed(model, BundlePress(predictor, 0.6, head_budgets=False), tokens)
-    config = FadeConfig(
-        int4_budget=132, eviction_policy="learned", predictor=predictor, head_budgets=False
-    )
+    config = FadeConfig(int4_budget=132, eviction_policy="learned", predictor=predictor, head_budgets=False)
     kept = kept_by_runtime(model, config, tokens)
     for index, (mine, whole) in enumerate(zip(cache.layers, full.layers)):
         for head in range(2):

@@ -12,7 +12,7 @@ from data.lm import load_lm
 from fade_runtime import FadeConfig, FadeError
 from pipelines.certify import LADDER, certify_bundle, measure_ladder
 from pipelines.cli import run
-from pipelines.measure import Method, compare
+from pipelines.evaluation.measure import Method, compare
 from predictor.bundle import load_bundle
 from predictor.certificate import SHARE, ladder, upper_bound
 

@@ -16,10 +16,11 @@ from PIL import Image
 
 from data.lm import load_tokenizer
 from data.trace import Traces
-from fade_runtime.config import POLICIES
-from pipelines import evaluate, held_out
-from pipelines.measure import Method
-from pipelines.methods import METHODS, possible
+from fade_runtime.config.config import POLICIES
+from pipelines import evaluate
+from pipelines.evaluation import held_out
+from pipelines.evaluation.measure import Method
+from pipelines.evaluation.methods import METHODS, possible
 from predictor.bundle import load_bundle
 from predictor.errors import FadeError
 from tests.pipelines.test_peers import Plain
@@ -28,9 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(
-    tiny_model_dir: Path, bundles: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Run:
+def run(tiny_model_dir: Path, bundles: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     def call(*args: Any) -> tuple[int, str, str]:
         predictors = json.dumps({f"learned {kind}": str(path) for kind, path in bundles.items()})
         base = ("--model", tiny_model_dir, "--predictors", predictors, "--context", 220, "--steps", 20)
@@ -48,9 +47,7 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_from_traces_to_report(run: Run, bundles: dict[str, Path], tiny_traces: Path, tmp_path: Path) -> None:
-    status, out, err = run(
-        "--traces", tiny_traces, "--documents", 2, "--heatmap_layer", 1, "--heatmap_head", 1
-    )
+    status, out, err = run("--traces", tiny_traces, "--documents", 2, "--heatmap_layer", 1, "--heatmap_head", 1)
     assert status == 0, err
     rows = read(tmp_path / "out")
     names = ["full", "safe", "position", "h2o", "ema", "adaptive", "learned mlp", "learned cnn", "fastgen"]
@@ -75,12 +72,8 @@ def test_from_traces_to_report(run: Run, bundles: dict[str, Path], tiny_traces: 
     assert 0 < by["safe"]["kl"] < by["position"]["kl"]
     for name in names[2:]:  # networks are counted too, and a cache this small is no larger than they are
         kind = name.removeprefix("learned ")
-        network = (
-            sum(t.nbytes for t in load_bundle(bundles[kind]).state_dict().values()) if kind in bundles else 0
-        )
-        assert (
-            by[name]["resident_bytes"] - network < by["safe"]["resident_bytes"] < by["full"]["resident_bytes"]
-        )
+        network = sum(t.nbytes for t in load_bundle(bundles[kind]).state_dict().values()) if kind in bundles else 0
+        assert by[name]["resident_bytes"] - network < by["safe"]["resident_bytes"] < by["full"]["resident_bytes"]
 
     report = (tmp_path / "out" / "report.md").read_text()
     assert out.split("\n\nReport")[0].strip() in report
@@ -103,9 +96,7 @@ def test_files_as_text_need_no_traces(run: Run, prose: Path, tmp_path: Path) -> 
 
 def test_named_sources_and_own_configurations(run: Run, prose: Path, tmp_path: Path) -> None:
     sums = tmp_path / "sums.jsonl"
-    sums.write_text(
-        "".join(json.dumps({"q": f"{i} + {i * 7}?", "a": f"That is {i * 8}."}) + "\n" for i in range(99))
-    )
+    sums.write_text("".join(json.dumps({"q": f"{i} + {i * 7}?", "a": f"That is {i * 8}."}) + "\n" for i in range(99)))
     text = {"prose": [str(prose)], "sums": [f"{sums}:q+a"]}
     configs = {
         "k4v2": {"int4_budget": 0, "low_budget": None},
@@ -207,9 +198,7 @@ def test_a_peer_that_fails_midway_is_named_and_the_rest_is_written(
     assert {cell.strip() for cell in line.split("|")[2:-1]} == {"failed", "-"}
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(
-    run: Run, tiny_traces: Path, prose: Path, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(run: Run, tiny_traces: Path, prose: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     from_traces, from_text = (

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from pipelines import evaluate_tasks
-from pipelines.methods import possible
+from pipelines.evaluation.methods import possible
 
 Run = Callable[..., tuple[int, str, str]]
 NAMES = ["full", "safe", "h2o", "mine"]
@@ -35,9 +35,7 @@ def run(tiny_model_dir: Path, prose: Path, tmp_path: Path, capsys: pytest.Captur
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    return {
-        kind: [row for row in rows if row["kind"] == kind] for kind in ("run", "answer", "task", "all tasks")
-    }
+    return {kind: [row for row in rows if row["kind"] == kind] for kind in ("run", "answer", "task", "all tasks")}
 
 
 def table_lines(report: str) -> list[str]:
@@ -108,20 +106,14 @@ def test_from_tasks_to_report(run: Run, tmp_path: Path) -> None:
     assert by["full"]["kl"] == 0
     assert by["full"]["same"] == by["full"]["compression"] == 1
     assert 0 < by["safe"]["kl"] < by["h2o"]["kl"]
-    assert by["h2o"]["kl"] == pytest.approx(
-        np.mean([row["kl"] for row in rows["task"] if row["method"] == "h2o"])
-    )
+    assert by["h2o"]["kl"] == pytest.approx(np.mean([row["kl"] for row in rows["task"] if row["method"] == "h2o"]))
 
     report = (tmp_path / "out" / "report.md").read_text()
     assert out.split("\n\nReport")[0].strip() in report
     assert "- mine: `{" in report
     assert "![" in report
-    check_page(
-        tmp_path / "out" / "report.html", cells=sum(line.count("|") - 1 for line in table_lines(report))
-    )
-    shown = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")
-    ]
+    check_page(tmp_path / "out" / "report.html", cells=sum(line.count("|") - 1 for line in table_lines(report)))
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|")]
     for row in rows["task"]:
         if row["method"] != "full":
             (cells,) = [cells for cells in shown if cells[:2] == [row["task"], row["method"]]]
@@ -160,7 +152,7 @@ def test_what_cannot_be_run_is_named_and_the_rest_is_written(run: Run, tmp_path:
 def test_a_peer_that_fails_leaves_its_task_and_no_other(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipelines.measure import Method
+    from pipelines.evaluation.measure import Method
     from tests.pipelines.test_peers import Plain
 
     class Short(Plain):
@@ -168,9 +160,7 @@ def test_a_peer_that_fails_leaves_its_task_and_no_other(
             assert tokens.shape[1] < 700, "too long"
             return super().read(model, tokens, cache)
 
-    monkeypatch.setattr(
-        evaluate_tasks, "possible", lambda *args: [*possible(*args), Method("short", Short())]
-    )
+    monkeypatch.setattr(evaluate_tasks, "possible", lambda *args: [*possible(*args), Method("short", Short())])
     status, out, err = run("--tasks", "[lines, key-value]", "--methods", "[safe]", "--lengths", "{lines: 500}")
     assert status == 2
     assert "skipped: short on task key-value: transformers failed on" in err

@@ -24,9 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]:
     return status, out, err
 
 
-def test_text_is_the_models_own_and_memory_is_told(
-    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_is_the_models_own_and_memory_is_told(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a budget that keeps all of a short prompt exact, the text is that of stock generation."""
     status, out, err = run(
         capsys, "--model", tiny_model_dir, "--prompt", "Once", "--max_new_tokens", 12, "--dtype", "float32"
@@ -142,9 +140,7 @@ def test_contradictions_are_refused(options: tuple[Any, ...], words: str) -> Non
         generate.choose_config(*options)
 
 
-def test_bad_input_is_one_line(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     store = f"sqlite:///{tmp_path}/mlflow.db"
     for args, words in [

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from pipelines.hf_pipeline import TASK, register_pipeline
+from fade_runtime.transformers_api import forward_kwargs
+from pipelines.integrations.hf_pipeline import TASK, register_pipeline
 from predictor.errors import FadeError
 
 CHAT = [{"role": "system", "content": "be brief " * 10}, {"role": "user", "content": "who is there? " * 20}]
@@ -73,9 +73,7 @@ def test_generation_goes_over_the_tiers_of_its_config(tiny_model_dir: Path) -> N
             tokens[inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
         report = cache.memory_report()
-        assert record["memory"] == {
-            name: report[name] for name in ("resident_bytes", "full_bytes", "compression")
-        }
+        assert record["memory"] == {name: report[name] for name in ("resident_bytes", "full_bytes", "compression")}
         assert record["memory"]["compression"] > 2
     assert ours(TEXTS[0], **GREEDY) == ours(TEXTS[0], fade_config=FadeConfig(**EVICTING), **GREEDY)
 

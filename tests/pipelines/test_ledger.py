@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines import bench, bench_collect, bench_memory, bench_select, ledger
+from pipelines import bench
+from pipelines.benchmarks import collect as bench_collect
+from pipelines.benchmarks import ledger
+from pipelines.benchmarks import memory as bench_memory
+from pipelines.benchmarks import select as bench_select
 from predictor.errors import FadeError
 
 
@@ -130,7 +134,8 @@ def test_choices_are_timed_within_the_steps(tiny_model_dir: Path, tmp_path: Path
 
 def test_a_choice_that_takes_long_shows(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data.lm import load_lm
-    from fade_runtime import FadeConfig, layer
+    from fade_runtime import FadeConfig
+    from fade_runtime.layer import layer
 
     plan = layer.plan
     lm, _ = load_lm(tiny_model_dir)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from fade_runtime.guard import GuardEvent
+from fade_runtime.guard.guard import GuardEvent
 from pipelines import generate
-from pipelines.live import EXPERIMENT, LiveLine
+from pipelines.integrations.guard_progress import EXPERIMENT, LiveLine
 
 PROMPT = " ".join(f"{i} sheep jump over the {i * 7 % 13}th fence." for i in range(12))
 ASKED = ("--prompt", PROMPT, "--policy", "position", "--budget", 20, "--max_new_tokens", 40, "--dtype", "float32")
@@ -49,9 +49,7 @@ def test_memory_says_what_waits_in_it(
 @pytest.mark.filterwarnings("ignore:after:RuntimeWarning")
 def test_its_figures_are_logged(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    status, _, _ = run(
-        capsys, "--model", tiny_model_dir, *ASKED, *GUARD, "--log_guard", "true", "--tracking_uri", uri
-    )
+    status, _, _ = run(capsys, "--model", tiny_model_dir, *ASKED, *GUARD, "--log_guard", "true", "--tracking_uri", uri)
     assert status == 0
     client = MlflowClient(uri)
     (found,) = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])

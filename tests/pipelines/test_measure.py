@@ -11,13 +11,12 @@ import torch
 from scipy.stats import entropy
 
 from fade_runtime import FadeConfig
-from pipelines.measure import FULL, Method, compare, kl_divergence
+from pipelines.evaluation.measure import FULL, Method, compare, kl_divergence
 from predictor.twin import dense_twin
 
 CONTEXT, STEPS = 301, 33
 EVICTING = [
-    Method(policy, FadeConfig(int4_budget=0.25, eviction_policy=policy))
-    for policy in ("position", "h2o", "ema")
+    Method(policy, FadeConfig(int4_budget=0.25, eviction_policy=policy)) for policy in ("position", "h2o", "ema")
 ]
 METHODS = [Method(FULL, None), Method("safe", FadeConfig.safe()), *EVICTING]
 
@@ -44,7 +43,7 @@ def test_a_cache_that_compresses_nothing_loses_nothing(model: Any, tokens: torch
 def test_loss_is_that_of_the_models_own_logits(tiny_model: Callable[..., Any], tokens: torch.Tensor) -> None:
     """The full cache's side comes from one plain forward, the other from `generate`-like steps by hand."""
     from fade_runtime import create_tiered_cache
-    from fade_runtime.hf import forward_kwargs
+    from fade_runtime.transformers_api import forward_kwargs
 
     config = FadeConfig(int4_budget=0.25, eviction_policy="position")
     _, measured = compare(tiny_model(), [Method(FULL, None), Method("position", config)], tokens, STEPS)
@@ -98,9 +97,7 @@ def test_a_prompt_that_all_caches_read_at_once_fills_each_as_its_own_would(
 
 
 @pytest.mark.parametrize("name", ["safe", "position", "h2o", "ema"])
-def test_bytes_are_those_of_a_bfloat16_model(
-    name: str, tiny_model: Callable[..., Any], tokens: torch.Tensor
-) -> None:
+def test_bytes_are_those_of_a_bfloat16_model(name: str, tiny_model: Callable[..., Any], tokens: torch.Tensor) -> None:
     method = next(method for method in METHODS if method.name == name)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fade_runtime import FadeConfig
-from pipelines.measure import FULL, Method, OracleRun, compare, show_future, start
-from pipelines.oracle import Oracle, future_attention
+from pipelines.evaluation.measure import FULL, Method, OracleRun, compare, show_future, start
+from pipelines.evaluation.oracle import Oracle, future_attention
 from predictor.errors import FadeError
 
 CONTEXT, STEPS = 181, 21

@@ -14,9 +14,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from pipelines.measure import FULL, Method, compare, read_prompt, start
-from pipelines.peers import Kvpress, MissingPeer, Peer, PeerError, make_peer, reachable, resident_bytes
+from fade_runtime.transformers_api import forward_kwargs
+from pipelines.evaluation.measure import FULL, Method, compare, read_prompt, start
+from pipelines.evaluation.peers import (
+    Kvpress,
+    MissingPeer,
+    Peer,
+    PeerError,
+    make_peer,
+    reachable,
+    resident_bytes,
+)
 from predictor.errors import FadeError
 
 CONTEXT, STEPS = 301, 33  # hqq packs an even number of groups; there are two heads
@@ -49,9 +57,7 @@ class Forgetful(Plain):
     def read(self, model: Any, tokens: Tensor, cache: Any) -> Tensor:
         logits = super().read(model, tokens, cache)
         for layer in cache.layers:
-            layer.keys, layer.values = (
-                each[:, :, -self.kept :].clone() for each in (layer.keys, layer.values)
-            )
+            layer.keys, layer.values = (each[:, :, -self.kept :].clone() for each in (layer.keys, layer.values))
         return logits
 
 
@@ -68,16 +74,12 @@ def tokens() -> Tensor:
 
 def test_a_peer_that_does_nothing_is_the_full_cache(model: Any, tokens: Tensor) -> None:
     for timed in (False, True):
-        full, plain = compare(
-            model, [Method(FULL, None), Method("plain", Plain())], tokens, STEPS, timed=timed
-        )
+        full, plain = compare(model, [Method(FULL, None), Method("plain", Plain())], tokens, STEPS, timed=timed)
         assert plain.kl == pytest.approx([0.0] * STEPS, abs=1e-9)
         assert (plain.resident_bytes, plain.full_bytes) == (full.resident_bytes, full.full_bytes)
 
 
-def test_what_is_forgotten_is_not_seen_and_places_are_kept(
-    tiny_model: Callable[..., Any], tokens: Tensor
-) -> None:
+def test_what_is_forgotten_is_not_seen_and_places_are_kept(tiny_model: Callable[..., Any], tokens: Tensor) -> None:
     _, measured = compare(
         tiny_model(num_hidden_layers=1),
         [Method(FULL, None), Method("half", Forgetful())],
@@ -88,14 +90,10 @@ def test_what_is_forgotten_is_not_seen_and_places_are_kept(
     model = tiny_model(num_hidden_layers=1)  # one layer: what is kept knows nothing of what is not
     full = model(tokens).logits[0, CONTEXT:]
     first = CONTEXT - Forgetful.kept
-    alone = model(tokens[:, first:], position_ids=torch.arange(first, tokens.shape[1])[None]).logits[
-        0, -STEPS:
-    ]
+    alone = model(tokens[:, first:], position_ids=torch.arange(first, tokens.shape[1])[None]).logits[0, -STEPS:]
     p, q = full.double().log_softmax(-1), alone.double().log_softmax(-1)
     assert measured.kl == pytest.approx((p.exp() * (p - q)).sum(-1).tolist(), rel=1e-3, abs=1e-6)
-    assert measured.full_bytes / measured.resident_bytes == pytest.approx(
-        tokens.shape[1] / (Forgetful.kept + STEPS)
-    )
+    assert measured.full_bytes / measured.resident_bytes == pytest.approx(tokens.shape[1] / (Forgetful.kept + STEPS))
 
 
 def test_a_peer_that_only_stores_is_filled_while_ours_read(model: Any, tokens: Tensor) -> None:
@@ -139,9 +137,7 @@ def test_a_peer_that_fails_while_ours_read_is_named(model: Any, tokens: Tensor) 
 
 
 def test_a_peer_that_fails_is_named(model: Any, tokens: Tensor) -> None:
-    with pytest.raises(
-        PeerError, match="transformers failed on 301 tokens: AssertionError: too short"
-    ) as caught:
+    with pytest.raises(PeerError, match="transformers failed on 301 tokens: AssertionError: too short") as caught:
         compare(model, [Method(FULL, None), Method("broken", Broken())], tokens, STEPS)
     assert caught.value.peer == Broken()
 
@@ -167,9 +163,7 @@ def test_the_walk_finds_what_our_own_report_counts(tiny_model: Callable[..., Any
     model(tokens, **forward_kwargs(cache, model))
     counted = cache.memory_report()["resident_bytes"]
     walked = sum(
-        {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(cache.layers)
-        }.values()
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(cache.layers)}.values()
     )
     assert walked == pytest.approx(counted, rel=0.01)
 
@@ -178,9 +172,7 @@ def test_the_walk_finds_what_our_own_report_counts(tiny_model: Callable[..., Any
 def test_a_missing_package_is_named_with_what_to_install(name: str) -> None:
     if importlib.util.find_spec(PACKAGES[name]):
         pytest.skip("it is installed")
-    with pytest.raises(
-        MissingPeer, match=r"cannot be imported .*pip install \S*(quanto|hqq|kvpress|fade-kv)"
-    ):
+    with pytest.raises(MissingPeer, match=r"cannot be imported .*pip install \S*(quanto|hqq|kvpress|fade-kv)"):
         make_peer(name, {})
 
 
@@ -212,9 +204,7 @@ def test_real_peers_run_and_lose_something(name: str, tiny_model: Callable[..., 
         assert measured.resident_bytes < measured.full_bytes
 
 
-def test_a_press_that_only_masks_is_refused_and_leaves_no_mask(
-    tiny_model: Callable[..., Any], tokens: Tensor
-) -> None:
+def test_a_press_that_only_masks_is_refused_and_leaves_no_mask(tiny_model: Callable[..., Any], tokens: Tensor) -> None:
     kvpress = pytest.importorskip("kvpress")
     model = tiny_model()
 

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from fade_runtime import FadeConfig
-from fade_runtime.telemetry import ListExporter
-from pipelines import needle_map, occupancy
-from pipelines.measure import FULL, Method, compare
-from pipelines.needle_map import found_at
-from pipelines.occupancy import occupancy_rows
+from fade_runtime.cache.telemetry import ListExporter
+from pipelines.evaluation.measure import FULL, Method, compare
+from pipelines.plots import needle_map, occupancy
+from pipelines.plots.needle_map import found_at
+from pipelines.plots.occupancy import occupancy_rows
 
 CONTEXT, STEPS, HEADS = 150, 25, 2
 METHODS = {

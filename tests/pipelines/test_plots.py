@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.trace import Traces
-from pipelines import plots
-from pipelines.heatmap import EVERY, head_map
+from pipelines.plots import quality as plots
+from pipelines.plots.heatmap import EVERY, head_map
 from predictor.bundle import load_bundle
 from predictor.errors import FadeError
 
@@ -29,9 +29,7 @@ def test_spread_keeps_the_gap_and_the_order_and_moves_least(values: list[float],
 
 def test_labels_of_equal_points_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"kl": 0.02, "kl_worst": 0.05, "resident_bytes": 3 * 2**20, "full_bytes": 24 * 2**20}
-    rows = [
-        {"method": name, **row} for name in ("full", "h2o", "ema", "learned mlp", "learned cnn", "position")
-    ]
+    rows = [{"method": name, **row} for name in ("full", "h2o", "ema", "learned mlp", "learned cnn", "position")]
     boxes: list[Any] = []
     plt = plots.pyplot()
     monkeypatch.setattr(plt, "close", lambda figure: boxes.extend(_label_boxes(figure)))
@@ -52,9 +50,7 @@ def test_forecasts_of_untrained_networks_are_known(tiny_traces: Path, bundles: d
     traces = Traces(tiny_traces)
     predictors = {kind: load_bundle(path) for kind, path in bundles.items()}
     drawn = head_map(traces, predictors, layer=1, head=0)
-    row = next(
-        row for row in traces.read(traces.shards("validation")[0]) if (row["layer"], row["head"]) == (1, 0)
-    )
+    row = next(row for row in traces.read(traces.shards("validation")[0]) if (row["layer"], row["head"]) == (1, 0))
     slots, block, steps = row["length"], traces.spec.block, row["steps"]
     sizes = np.array([min(block, slots - start) for start in range(0, slots, block)])
     rows = np.concatenate(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fade_runtime import FadeConfig
-from pipelines.presets import read_config
+from pipelines.integrations.presets import read_config
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
 

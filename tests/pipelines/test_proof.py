@@ -13,8 +13,8 @@ from PIL import Image
 from scipy.stats import ttest_1samp
 
 from pipelines import proof
-from pipelines.cells import cells, summary
-from pipelines.intervals import paired_ratio
+from pipelines.evaluation.intervals import paired_ratio
+from pipelines.evaluation.pairwise import cells, summary
 
 FULL_BYTES = 1200
 SETTINGS = {"model": "a/tiny", "context": 100, "steps": 8}
@@ -100,9 +100,7 @@ def test_a_cell_is_won_lost_or_tied_by_its_interval_and_never_with_more_bytes() 
     methods = [row for row in others if row["kind"] == "method"]
     found = {(row["ratio"], row["source"], row["against"]): row for row in cells(run, DOCUMENTS, methods, "ours")}
     assert set(found) == {
-        (*at, kind, name)
-        for kind in ("prose", "code")
-        for *at, name in ((3.0, "press"), (6.0, "press"), (3.0, "bits"))
+        (*at, kind, name) for kind in ("prose", "code") for *at, name in ((3.0, "press"), (6.0, "press"), (3.0, "bits"))
     }
     for kind in ("prose", "code"):
         assert found[3.0, kind, "press"]["result"] == "win"

@@ -15,7 +15,7 @@ from data.trace import Traces
 from fade_runtime import FadeConfig
 from pipelines.certify import THIS, Figures, certify, copy_of, verdict
 from pipelines.cli import run
-from pipelines.measure import Method, compare
+from pipelines.evaluation.measure import Method, compare
 from pipelines.register import (
     NOT_PROMOTED,
     Candidate,

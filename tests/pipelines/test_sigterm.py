@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pipelines import cli, evaluate, evaluate_tasks, train, train_codebook
+from pipelines.budget_study import study
 from pipelines.certify import certify_bundle
-from pipelines.study import study
 
 
 def terminated(*args: Any, **kwargs: Any) -> None:
@@ -27,9 +27,17 @@ def lightning(args: list[str]) -> int:
 
 SMALL = ["--documents=1", "--context=400"]
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, list[str]]] = {
-    "evaluate": (evaluate.main, "pipelines.measure.compare", ["--methods=[safe]", "--documents=1", "--context=220"]),
-    "evaluate_tasks": (evaluate_tasks.main, "pipelines.answers.Asking.ask", ["--tasks=[lines]", "--n=1"]),
-    "study": (lambda args: cli.run(study, args), "pipelines.study.learned", ["--parts=2"]),
+    "evaluate": (
+        evaluate.main,
+        "pipelines.evaluation.measure.compare",
+        ["--methods=[safe]", "--documents=1", "--context=220"],
+    ),
+    "evaluate_tasks": (
+        evaluate_tasks.main,
+        "pipelines.evaluation.task_runner.Asking.ask",
+        ["--tasks=[lines]", "--n=1"],
+    ),
+    "study": (lambda args: cli.run(study, args), "pipelines.budget_study.learned", ["--parts=2"]),
     "certify": (lambda args: cli.run(certify_bundle, args), "pipelines.certify.compare", SMALL),
     "fit": (lightning, "predictor.module.PredictorModule.training_step", ["--model.net=TokenMLP"]),
     "train_codebook": (train_codebook.main, "pipelines.train_codebook._join", [*SMALL, "--sub_dim=8"]),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import evaluate
-from pipelines.sizing import CLOSE, ENDS, Sized, fit, to_fit
+from pipelines.evaluation.sizing import CLOSE, ENDS, Sized, fit, to_fit
 from predictor.errors import FadeError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data.datamodule import TraceDataModule
+from pipelines.budget_study import expected_loss, learned, study
 from pipelines.cli import run
-from pipelines.study import expected_loss, learned, study
 from predictor.nets import TokenMLP
 from predictor.scoreboard import token_scores
 

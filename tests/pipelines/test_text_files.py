@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipelines import ledger, proof
+from pipelines import proof
+from pipelines.benchmarks import ledger
+from pipelines.evaluation.tasks.records import records
 from pipelines.generate import read_prompt
-from pipelines.presets import read_config
-from pipelines.tasks.records import records
+from pipelines.integrations.presets import read_config
 from predictor.errors import FadeError
 
 ROW = {"question": "caf\xe9?", "answer": "one\ntwo"}

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.pq import CodebookSet, load_codebook
+from fade_runtime.storage.pq import CodebookSet, load_codebook
 from pipelines import train_codebook
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
@@ -134,9 +134,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
     ],
     ids=lambda value: value[0].lstrip("-") if isinstance(value, tuple) else "",
 )
-def test_bad_options_are_one_line_and_leave_nothing(
-    run: Run, tmp_path: Path, args: tuple[Any, ...], says: str
-) -> None:
+def test_bad_options_are_one_line_and_leave_nothing(run: Run, tmp_path: Path, args: tuple[Any, ...], says: str) -> None:
     status, out, err = run(*args)
     assert (status, out) == (2, "")
     assert says in err.splitlines()[-1]

@@ -22,9 +22,7 @@ from predictor.features import (
 SINKS, RECENT = 4, 64
 
 
-def sequence(
-    length: int, steps: int, spec: FeatureSpec, seed: int, heads: int = 2
-) -> list[dict[str, Tensor]]:
+def sequence(length: int, steps: int, spec: FeatureSpec, seed: int, heads: int = 2) -> list[dict[str, Tensor]]:
     """Rows of one layer of one random document: queries that drift, so that the future is not the past."""
     make = torch.Generator().manual_seed(seed)
     total, dim, groups = length + steps, 16, 2

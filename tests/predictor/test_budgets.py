@@ -26,11 +26,7 @@ def test_lost_attention_is_the_sum_of_what_was_dropped(length: int, padding: int
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_allocation_spends_the_budget_and_nothing_more(seed: int, share: float) -> None:
-    lost = (
-        torch.rand(3, 2, len(SHARES), generator=torch.Generator().manual_seed(seed))
-        .sort(descending=True)
-        .values
-    )
+    lost = torch.rand(3, 2, len(SHARES), generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
     kept = torch.tensor(HeadBudgets(lost).allocate(share))
     assert kept.shape == (3, 2)
     assert float(kept.mean()) == pytest.approx(share, abs=1e-5)

@@ -51,9 +51,7 @@ def copy(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "copy")
 
 
-@pytest.mark.parametrize(
-    "net", [TokenMLP(hidden=5, depth=3), BlockCNN(window=8, channels=(2, 3))], ids=["mlp", "cnn"]
-)
+@pytest.mark.parametrize("net", [TokenMLP(hidden=5, depth=3), BlockCNN(window=8, channels=(2, 3))], ids=["mlp", "cnn"])
 def test_round_trip_is_bit_exact(tmp_path, make_batch, net):
     write(tmp_path / "b", net)
     loaded = load_bundle(tmp_path / "b")

@@ -28,9 +28,7 @@ seeds = st.integers(0, 10_000)
 def make_rows(seed, rows=12, places=20, sharpness=2.0):
     make = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, places, generator=make) * sharpness
-    mass = (logits * torch.rand(rows, 1, generator=make) + torch.randn(rows, places, generator=make)).softmax(
-        -1
-    )
+    mass = (logits * torch.rand(rows, 1, generator=make) + torch.randn(rows, places, generator=make)).softmax(-1)
     mask = torch.arange(places) < torch.randint(2, places + 1, (rows, 1), generator=make)
     return logits, mass, mask
 
@@ -119,9 +117,7 @@ def test_topk_keeps_the_best_and_at_least_so_many(seed, size, least, share):
     score, mask = torch.randn(60, generator=make), torch.arange(60) < size
     kept = select_topk(score, mask, least, share)
     count = min(max(least, math.ceil(size * share - 1e-6)), size)
-    assert set(kept.nonzero().flatten().tolist()) == set(
-        sorted(range(size), key=lambda i: -float(score[i]))[:count]
-    )
+    assert set(kept.nonzero().flatten().tolist()) == set(sorted(range(size), key=lambda i: -float(score[i]))[:count])
 
 
 def test_topk_counts_each_row_by_its_own_length():

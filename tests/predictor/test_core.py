@@ -32,18 +32,14 @@ def test_heuristics_rank_as_their_papers_say() -> None:
     assert scores.ema_ea(torch.tensor(-1.0), torch.tensor(-2.0)) == -3.0
 
 
-def test_provenance_is_of_the_weights_and_the_geometry(
-    tiny_model: Callable[..., Any], tiny_tokenizer: Any
-) -> None:
+def test_provenance_is_of_the_weights_and_the_geometry(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     model = tiny_model()
     facts = model_provenance(model, tiny_tokenizer)
     assert (facts["kv_heads"], facts["query_heads"]) == (2, 4)
     assert facts["tokenizer"] == tokenizer_hash(tiny_tokenizer)
     assert weights_fingerprint(tiny_model().to(torch.bfloat16)) == facts["weights"]
     check_provenance(facts, tiny_model(), "the bundle")
-    with pytest.raises(
-        FadeError, match="the bundle was made for another model: weights is .* make one for this"
-    ):
+    with pytest.raises(FadeError, match="the bundle was made for another model: weights is .* make one for this"):
         check_provenance(facts, tiny_model(seed=1), "the bundle")
     with pytest.raises(FadeError, match="layers is 2 there and 3 here"):
         check_provenance(facts, tiny_model(num_hidden_layers=3), "traces in x")

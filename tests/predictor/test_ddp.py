@@ -56,9 +56,7 @@ def test_two_processes_reach_the_loss_of_one(traces, tmp_path):  # noqa: F811
     assert together.metrics["oracle/recovery_at_0.25"] == pytest.approx(
         alone.metrics["oracle/recovery_at_0.25"], abs=1e-5
     )
-    weights = (
-        torch.cat([p.flatten() for p in predictor.net.parameters()]) for predictor in (alone, together)
-    )
+    weights = (torch.cat([p.flatten() for p in predictor.net.parameters()]) for predictor in (alone, together))
     one, two = weights
     assert (one - two).norm() < 0.1 * one.norm()
 

@@ -34,9 +34,7 @@ def rows_of(document, length, split):
         arrays = {name: value.numpy() for name, value in row.items()}
         arrays |= {name: row[name].clamp(min=1e-9).log().numpy() for name in ("target_sum", "target_max")}
         arrays["future_max"] = arrays["future_mean"]
-        scalars = dict(
-            doc=f"doc-{document}", split=split, source="made", layer=0, head=head, length=length, steps=12
-        )
+        scalars = dict(doc=f"doc-{document}", split=split, source="made", layer=0, head=head, length=length, steps=12)
         yield scalars | arrays
 
 
@@ -154,10 +152,7 @@ def test_the_resolved_config_gives_the_same_predictor_again(fitted, store, tmp_p
 def test_training_resumes_from_the_checkpoint(fitted, traces, store, tmp_path, capsys):
     more = ("--ckpt_path", str(fitted / "best.ckpt"), "--trainer.max_epochs", "14")
     assert fit(traces, store, tmp_path / "on", *more) == 0
-    assert (
-        load_bundle(tmp_path / "on" / "best").manifest["epoch"]
-        > load_bundle(fitted / "best").manifest["epoch"]
-    )
+    assert load_bundle(tmp_path / "on" / "best").manifest["epoch"] > load_bundle(fitted / "best").manifest["epoch"]
 
 
 def test_a_checkpoint_can_be_validated(fitted, store, capsys):
@@ -279,7 +274,5 @@ def test_trace_facts_count(traces):
 
 
 def test_table_is_sorted_by_the_tightest_budget():
-    lines = format_table(
-        {"net": {0.5: 0.9, 0.25: 0.8}, "ema": {0.5: 0.91, 0.25: 0.7}, "oracle": {0.5: 1, 0.25: 1}}
-    )
+    lines = format_table({"net": {0.5: 0.9, 0.25: 0.8}, "ema": {0.5: 0.91, 0.25: 0.7}, "oracle": {0.5: 1, 0.25: 1}})
     assert [line.split()[0] for line in lines.splitlines()[1:]] == ["oracle", "net", "ema"]

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from data.datamodule import TraceDataModule
-from pipelines.head_plot import format_lost
+from pipelines.plots.head_budgets import format_lost
 from pipelines.train import main
 from predictor.budgets import learn_budgets, lost_attention
 from predictor.bundle import load_bundle, save_bundle

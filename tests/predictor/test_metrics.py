@@ -57,9 +57,7 @@ def test_recovery_is_what_a_policy_would_keep(seed, sizes, budget):
     for i in range(len(sizes)):
         kept = kept_by_hand(scores[i], mask[i], eligible[i], budget)
         assert kept_counts(mask, eligible, budget)[i] == len(kept)
-        assert got[i] == pytest.approx(
-            sum(float(target[i, j]) for j in kept) / float(target[i].sum()), abs=1e-5
-        )
+        assert got[i] == pytest.approx(sum(float(target[i, j]) for j in kept) / float(target[i].sum()), abs=1e-5)
 
 
 @given(seeds, st.lists(lengths, min_size=1, max_size=4))

@@ -88,9 +88,7 @@ def test_bce_marks_the_top_quarter(rows):
 
 def test_mse_ignores_the_scale_of_a_forecast(rows):
     logits, mass, mask = rows
-    assert mse_loss(mass.log() + torch.tensor([[3.0], [-7.0], [0.0]]), mass, mask) == pytest.approx(
-        0, abs=1e-5
-    )
+    assert mse_loss(mass.log() + torch.tensor([[3.0], [-7.0], [0.0]]), mass, mask) == pytest.approx(0, abs=1e-5)
     free = [(logits - mass.log())[i][mask[i]].double().numpy() for i in range(3)]
     expected = sum(((x - x.mean()) ** 2).sum() for x in free) / sum(map(len, free))
     assert mse_loss(logits, mass, mask).item() == pytest.approx(expected, rel=1e-4)
@@ -98,12 +96,7 @@ def test_mse_ignores_the_scale_of_a_forecast(rows):
 
 def test_mse_share_is_the_squared_error_of_shares(rows):
     logits, mass, mask = rows
-    each = [
-        (float(logits[i, j].exp()) - float(mass[i, j])) ** 2
-        for i in range(3)
-        for j in range(12)
-        if mask[i, j]
-    ]
+    each = [(float(logits[i, j].exp()) - float(mass[i, j])) ** 2 for i in range(3) for j in range(12) if mask[i, j]]
     assert mse_share_loss(logits, mass, mask).item() == pytest.approx(np.mean(each), rel=1e-5)
 
 
@@ -131,9 +124,7 @@ def test_recovery_loss_ignores_a_shift_and_follows_swaps(rows):
 
 def test_recovery_loss_gradient_keeps_the_number_kept(rows):
     """Against finite differences of the loss whose edge is found anew, so that the soft number stays the same."""
-    logits, mass, mask = (
-        tensor[:1].double() if tensor.is_floating_point() else tensor[:1] for tensor in rows
-    )
+    logits, mass, mask = (tensor[:1].double() if tensor.is_floating_point() else tensor[:1] for tensor in rows)
     logits = logits.requires_grad_()
     recovery_loss(logits, mass, mask).backward()
     x, p = logits.detach()[0].numpy(), (mass[0] / mass[0].sum()).numpy()
@@ -180,9 +171,7 @@ def test_block_targets_are_the_mean_future_mass_of_prompt_blocks(make_batch, spe
             inside = [j for j in slots if batch["eligible"][i, j]]
             assert bool(eligible[i, block]) == bool(inside)
             if inside and len(slots) == 16:
-                assert mass[i, block].item() == pytest.approx(
-                    batch["target_sum"][i, slots].sum().item(), rel=1e-3
-                )
+                assert mass[i, block].item() == pytest.approx(batch["target_sum"][i, slots].sum().item(), rel=1e-3)
     first, _ = block_targets(batch, 1)
     torch.testing.assert_close(first, batch["future_mean"][:, 0, : mass.shape[1]] * batch["block_size"])
 
@@ -243,9 +232,7 @@ def test_board_agrees_with_the_functions(make_batch):
     table = board.table()
     assert table["net"] == pytest.approx(table["ema_ea"])
     for name in HEURISTICS:
-        parts = [
-            recovery(HEURISTICS[name](b), b["target_sum"], b["mask"], b["eligible"], BUDGETS) for b in batches
-        ]
+        parts = [recovery(HEURISTICS[name](b), b["target_sum"], b["mask"], b["eligible"], BUDGETS) for b in batches]
         assert list(table[name].values()) == pytest.approx(torch.cat(parts).mean(0).tolist(), abs=1e-5)
         assert all(table["oracle"][budget] >= table[name][budget] - 1e-6 for budget in BUDGETS)
     assert len(board.by_layer()) == 2
@@ -281,9 +268,7 @@ def test_mlp_learns_what_the_closed_form_cannot_know(make_batch):
     board.update(module.net, held)
     table = board.table()
     assert table["net"][0.5] > table["ema_ea"][0.5] + 0.02
-    assert {MONITOR, "val/heuristic/ema/recovery_at_0.125", "val/gap_closed_at_0.5"} <= set(
-        trainer.callback_metrics
-    )
+    assert {MONITOR, "val/heuristic/ema/recovery_at_0.125", "val/gap_closed_at_0.5"} <= set(trainer.callback_metrics)
 
 
 def test_cnn_learns_a_march_that_the_average_misses(make_batch):

@@ -33,9 +33,7 @@ def features(batch, row, length, blocks):
 @pytest.mark.parametrize("length", [96, 111, 163])
 def test_untrained_mlp_is_the_closed_form_exactly(make_batch, length):
     batch = make_batch([length])
-    expected = (
-        batch["tokens"][..., FEATURES.index("log_ema")] + batch["tokens"][..., FEATURES.index("log_ea")]
-    )
+    expected = batch["tokens"][..., FEATURES.index("log_ema")] + batch["tokens"][..., FEATURES.index("log_ea")]
     net = TokenMLP()
     assert torch.equal(token_scores(net, batch), expected)
     net.calibrate(batch)  # scaling of the inputs must not move it either

@@ -106,9 +106,7 @@ def test_damaged_bundle_and_bad_name_register_nothing(store, bundle, client):
     assert "never" not in [model.name for model in client.search_registered_models()]
 
 
-@pytest.mark.parametrize(
-    "step", ["create_model_version", "set_model_version_tag", "set_registered_model_alias"]
-)
+@pytest.mark.parametrize("step", ["create_model_version", "set_model_version_tag", "set_registered_model_alias"])
 def test_nothing_is_registered_by_half(store, bundle, client, monkeypatch, step):
     def fails(*_args, **_options):
         raise KeyboardInterrupt
@@ -150,9 +148,7 @@ def test_folder_store_is_refused_and_sqlite_resolved(tmp_path, monkeypatch):
 
 
 def test_not_a_database_is_one_line(tmp_path):
-    (tmp_path / "mlflow.db").write_text(
-        "this is no database, but it is long enough to be mistaken for one" * 20
-    )
+    (tmp_path / "mlflow.db").write_text("this is no database, but it is long enough to be mistaken for one" * 20)
     with pytest.raises(FadeError, match="cannot be used: file is not a database") as error:
         load_predictor("models:/any@champion", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     assert "\n" not in str(error.value)

@@ -49,9 +49,7 @@ def by_hand(batch, every, budget, rank):
     return sum(total) / len(total)
 
 
-@pytest.mark.parametrize(
-    ("every", "steps"), [(1, 40), (16, 40), (100, 100)]
-)  # in 100, blocks come and grow old
+@pytest.mark.parametrize(("every", "steps"), [(1, 40), (16, 40), (100, 100)])  # in 100, blocks come and grow old
 def test_board_agrees_with_a_loop(make_batch, every, steps):
     batch = make_batch([163, 230], steps=steps)
     board, net, budget = ReselectBoard(every, budgets=[0.6]), EmaBank(), 0.6
@@ -68,9 +66,7 @@ def test_board_agrees_with_a_loop(make_batch, every, steps):
             weights = decay ** torch.arange(len(rows) - 1, -1, -1.0)
             return (weights[:, None] * rows).sum(0) / weights.sum()
 
-        assert table[f"ema{100 * decay:.0f}"][budget] == pytest.approx(
-            by_hand(batch, every, budget, rank), abs=1e-4
-        )
+        assert table[f"ema{100 * decay:.0f}"][budget] == pytest.approx(by_hand(batch, every, budget, rank), abs=1e-4)
     assert table["net"][budget] == pytest.approx(table["ema70"][budget], abs=1e-4)  # untrained
 
 

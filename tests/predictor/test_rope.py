@@ -30,9 +30,7 @@ SHORT, LONG = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
 SCHEMES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": dict(factor=4.0),
-    "llama3": dict(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=WINDOW
-    ),
+    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=WINDOW),
     "dynamic": dict(factor=4.0),
     "yarn": dict(factor=4.0, original_max_position_embeddings=WINDOW, attention_factor=FACTOR),
     "longrope": dict(
@@ -139,9 +137,7 @@ def test_layers_without_rotation_have_no_table() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    "lengths", [(20,), (WINDOW + 30,), (WINDOW + 30, 20), (WINDOW + 30, WINDOW + 10)], ids=str
-)
+@pytest.mark.parametrize("lengths", [(20,), (WINDOW + 30,), (WINDOW + 30, 20), (WINDOW + 30, WINDOW + 10)], ids=str)
 def test_prompts_of_any_length_one_after_the_other(scheme: str, lengths: tuple[int, ...]) -> None:
     """Layer 0's key before rotation depends on the token alone; the table is that of the pass just run."""
     model = _scheme(scheme)

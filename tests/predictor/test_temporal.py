@@ -61,9 +61,7 @@ def test_forecasts_of_a_bank_see_every_row_before_each_step_and_none_after():
 def test_untrained_bank_is_its_base_average():
     history = torch.rand(2, 16, 9)
     for base in (0.7, 0.95):
-        torch.testing.assert_close(
-            EmaBank(base=base)(history).exp(), scores.ema(history, base), rtol=1e-4, atol=0
-        )
+        torch.testing.assert_close(EmaBank(base=base)(history).exp(), scores.ema(history, base), rtol=1e-4, atol=0)
     with pytest.raises(FadeError, match=r"0\.33"):
         EmaBank(base=0.33)
 
@@ -121,9 +119,7 @@ def test_published_network_has_no_residual():
 
 def test_sizes_are_as_stated():
     """A bank of about seven thousand weights, below 100,000 with the 90 heads of SmolLM2; none above a million."""
-    sizes = {
-        type(net): sum(p.numel() for p in net.parameters()) for net in (EmaBank(), PublishedCNN(), BlockCNN())
-    }
+    sizes = {type(net): sum(p.numel() for p in net.parameters()) for net in (EmaBank(), PublishedCNN(), BlockCNN())}
     assert 5_000 < sizes[EmaBank] < 8_000
     assert sizes[PublishedCNN] == (9 + 1) * 16 + (9 * 16 + 1) * 32 + 32 + 1
     apart = sum(p.numel() for p in EmaBank(layers=30, kv_heads=3).parameters())

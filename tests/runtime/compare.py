@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fade_runtime.sequences import Shared
+from fade_runtime.layer.sequences import Shared
 
-OF_THE_MODEL = ("predictor.rope", "predictor.bundle", "fade_runtime.policy", "fade_runtime.fastgen", "fade_runtime.hf")
+OF_THE_MODEL = (
+    "predictor.rope",
+    "predictor.bundle",
+    "fade_runtime.policies.base",
+    "fade_runtime.policies.fastgen",
+    "fade_runtime.transformers_api",
+)
 
 
 def differences(

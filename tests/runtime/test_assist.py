@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
-from fade_runtime.assist import Assistant, first_layers, fuse
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.cache.assistant import Assistant, first_layers, fuse
+from fade_runtime.transformers_api import forward_kwargs
 
 from .test_memory import reachable
 
@@ -66,9 +66,7 @@ def test_importance_is_what_the_smaller_model_attends_to(model: Any, length: int
 
 @pytest.mark.parametrize("policy", ["h2o", "ema", "fastgen"])
 @pytest.mark.parametrize("weight", [0.6, 0.8])
-def test_scores_at_the_end_of_a_prompt_are_fused(
-    model: Any, tiny_tokenizer: Any, policy: str, weight: float
-) -> None:
+def test_scores_at_the_end_of_a_prompt_are_fused(model: Any, tiny_tokenizer: Any, policy: str, weight: float) -> None:
     """Each layer's scores with help are those without, mixed with the same importance; a batch row by row."""
     options = dict(SMALL, recent_window=500, eviction_policy=policy)
     if policy == "fastgen":
@@ -96,8 +94,9 @@ def test_padded_rows_and_chunks_are_helped_as_they_are_alone(model: Any) -> None
     both = create_tiered_cache(model, config)
     model.generate(ids, attention_mask=(ids != 257).long(), max_new_tokens=2, past_key_values=both)
     for row, prompt in enumerate((short, long)):
-        alone, pieces = create_tiered_cache(model, config), create_tiered_cache(
-            model, config.with_options(chunked_prefill=True)
+        alone, pieces = (
+            create_tiered_cache(model, config),
+            create_tiered_cache(model, config.with_options(chunked_prefill=True)),
         )
         model.generate(prompt, max_new_tokens=2, past_key_values=alone)
         for piece in prompt.split(30, dim=1):
@@ -135,8 +134,7 @@ def test_a_directory_a_model_and_a_session(tiny_model_dir: Path, tmp_path: Path)
     model, other = (AutoModelForCausalLM.from_pretrained(tiny_model_dir) for _ in range(2))
     ids = _ids(length=100)
     caches = [
-        create_tiered_cache(model, FadeConfig(**SMALL, assistant=given))
-        for given in (other, tiny_model_dir, None)
+        create_tiered_cache(model, FadeConfig(**SMALL, assistant=given)) for given in (other, tiny_model_dir, None)
     ]
     for cache in caches:
         model(ids, **forward_kwargs(cache, model))

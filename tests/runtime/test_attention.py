@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fade_runtime import attention
-from fade_runtime.attention import FullTokens, tiered_attention
 from fade_runtime.kernels.reference import Part, dequantise
-from fade_runtime.packed import pack_tokens
+from fade_runtime.layer import attention
+from fade_runtime.layer.attention import FullTokens, tiered_attention
+from fade_runtime.storage.packed import pack_tokens
 
 DIM = 32
 
@@ -131,4 +131,3 @@ def test_holes_are_invisible() -> None:
             mask=mask,
         )
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
-

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 
 SAFE = FadeConfig(n_sink=2, recent_window=8, reassign_every=8)
@@ -46,9 +46,7 @@ def test_what_is_exact_is_exact_under_autocast(model: Any, half: torch.dtype) ->
 
 @every_config
 @both_halves
-def test_every_cache_runs_under_autocast_and_keeps_what_it_keeps_without(
-    config: FadeConfig, half: torch.dtype
-) -> None:
+def test_every_cache_runs_under_autocast_and_keeps_what_it_keeps_without(config: FadeConfig, half: torch.dtype) -> None:
     model, tokens = make_tiny_model(), ids(2, 70)
     caches = [create_tiered_cache(model, config) for _ in range(2)]
     logits = [decode(model, cache, tokens, 50, dtype).float() for cache, dtype in zip(caches, (half, None))]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 
 LOSSY = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, low_budget=10, reassign_every=8)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs, is_attached
+from fade_runtime.transformers_api import forward_kwargs, is_attached
 from tests.families import FAMILIES, REFUSED, TIERED
 from tests.runtime.test_memory import reachable_bytes
 
@@ -43,9 +43,7 @@ def _prompt(batch: int, length: int, seed: int = 0) -> Tensor:
 def _generate(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return model.generate(
-            ids, past_key_values=cache, **{"max_new_tokens": 10, "do_sample": False, **options}
-        )
+        return model.generate(ids, past_key_values=cache, **{"max_new_tokens": 10, "do_sample": False, **options})
 
 
 def _forward(model: Any, ids: Tensor, cache: Any) -> Tensor:
@@ -137,9 +135,7 @@ def test_model_in_bfloat16_needs_no_argument(family: str) -> None:
     logits = _decode(model, ids, 36, cache)
     assert logits.dtype == torch.bfloat16
     assert bool(logits.isfinite().all())
-    assert {layer.store.full.key.dtype for layer in cache.tiered if layer.store.full is not None} == {
-        torch.bfloat16
-    }
+    assert {layer.store.full.key.dtype for layer in cache.tiered if layer.store.full is not None} == {torch.bfloat16}
 
 
 @every_tiered_family
@@ -194,9 +190,7 @@ def test_family_is_refused_by_name(family: str, words: str) -> None:
 
 def test_model_of_sliding_windows_only_is_left_alone_with_a_warning() -> None:
     model = FAMILIES["mistral_sliding"]()
-    with pytest.warns(
-        RuntimeWarning, match="mistral has no full-attention layer: .* nothing will be compressed"
-    ):
+    with pytest.warns(RuntimeWarning, match="mistral has no full-attention layer: .* nothing will be compressed"):
         cache = create_tiered_cache(model)
     assert cache.tiered == []
 

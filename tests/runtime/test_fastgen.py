@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
-from fade_runtime.fastgen import Keeps, Shares, kept, profile
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.text import OTHER, PUNCTUATION, SPECIAL, token_classes
+from fade_runtime.policies.fastgen import Keeps, Shares, kept, profile
+from fade_runtime.policies.text import OTHER, PUNCTUATION, SPECIAL, token_classes
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
 from predictor.bundle import load_bundle, save_bundle
 from predictor.features import FeatureSpec
@@ -69,9 +69,7 @@ def _members(policy: int, mass: list[float], classes: list[int], body: list[int]
     return set(body) if policy == Keeps.FULL else held
 
 
-def _cheapest(
-    mass: list[float], classes: list[int], body: list[int], sizes: Shares, slack: float = 1e-6
-) -> int:
+def _cheapest(mass: list[float], classes: list[int], body: list[int], sizes: Shares, slack: float = 1e-6) -> int:
     for policy in Keeps:
         held = _members(policy, mass, classes, body, sizes)
         lost = sum(mass[slot] for slot in body if slot not in held)
@@ -173,9 +171,7 @@ def test_padded_rows_and_beams_equal_what_they_are_alone(model: Any, tiny_tokeni
         alone = create_tiered_cache(model, config)
         model.generate(prompt, past_key_values=alone, max_new_tokens=1)
         for layer in (0, 1):
-            assert torch.equal(
-                cache.tiered[layer].tokens.policies[row], alone.tiered[layer].tokens.policies[0]
-            )
+            assert torch.equal(cache.tiered[layer].tokens.policies[row], alone.tiered[layer].tokens.policies[0])
             for head in (0, 1):
                 assert _kept(cache, layer, 2 * row + head) == _kept(alone, layer, head)
     assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
@@ -264,9 +260,7 @@ def test_a_session_goes_on_with_the_same_logits(tiny_model_dir: Path, tmp_path: 
             model(ids[:, step : step + 1], **forward_kwargs(each, model)).logits for each in (loaded, cache)
         )
         assert torch.equal(got, expected)
-    assert all(
-        torch.equal(a.tokens.policies, b.tokens.policies) for a, b in zip(loaded.tiered, cache.tiered)
-    )
+    assert all(torch.equal(a.tokens.policies, b.tokens.policies) for a, b in zip(loaded.tiered, cache.tiered))
 
 
 def _predictor(model: Any, path: Path, budgets: HeadBudgets | None) -> Any:

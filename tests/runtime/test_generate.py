@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 
 KEEP_ALL = FadeConfig(recent_window=500)
 LOSSY = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, reassign_every=8)

@@ -17,13 +17,13 @@ from fade_runtime import (
     attach_telemetry,
     create_tiered_cache,
 )
-from fade_runtime.guard import CALM, Watch
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.monitor import Look
-from fade_runtime.positions import Positions, dense
-from fade_runtime.spill import Spill
-from fade_runtime.store import TokenStore
-from fade_runtime.tiers import Tier
+from fade_runtime.guard.guard import CALM, Watch
+from fade_runtime.guard.probe import Look
+from fade_runtime.layer.positions import Positions, dense
+from fade_runtime.layer.store import TokenStore
+from fade_runtime.storage.spill import Spill
+from fade_runtime.storage.tiers import Tier
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.twin import dense_twin
 
 TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=16, int4_budget=20, reassign_every=16)

@@ -21,7 +21,7 @@ from fade_runtime import (
     create_tiered_cache,
     load_session,
 )
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.twin import dense_twin
 
 from .test_guard import CALMED, TIGHT, WATCHED, evicted, forward, prompt, quiet

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from tests.families import FAMILIES, TIERED
 
 WATCHED: dict[str, Any] = dict(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-from fade_runtime import FadeConfig, FadeError, create_tiered_cache, hf
+from fade_runtime import FadeConfig, FadeError, create_tiered_cache
+from fade_runtime import transformers_api as hf
 from tests.families import FAMILIES
 
 
@@ -19,16 +20,12 @@ class Recorder:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def attend(
-        self, module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float, **more: Any
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float, **more: Any) -> Tensor:
         self.asked.append((scaling, more))
         return query.transpose(1, 2)
 
 
-def _brute_force(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, softcap: float
-) -> Tensor:
+def _brute_force(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, softcap: float) -> Tensor:
     """Gemma 2's attention, one query at a time: [B, Q, Hq, D]."""
     batch, heads, steps, _ = query.shape
     out = torch.zeros(batch, steps, heads, value.shape[-1], dtype=torch.float64)
@@ -36,9 +33,7 @@ def _brute_force(
         for h in range(heads):
             kv = h // (heads // key.shape[1])
             for q in range(steps):
-                scores = softcap * torch.tanh(
-                    key[b, kv].double() @ query[b, h, q].double() * scaling / softcap
-                )
+                scores = softcap * torch.tanh(key[b, kv].double() @ query[b, h, q].double() * scaling / softcap)
                 shares = scores[visible[b, q]].softmax(0)
                 out[b, q, h] = shares @ value[b, kv][visible[b, q]].double()
     return out
@@ -46,9 +41,7 @@ def _brute_force(
 
 @pytest.mark.parametrize("at_once", [1, 300, 1 << 24])
 @pytest.mark.parametrize("kind", ["none", "bool", "additive", "per head"])
-def test_softcapped_attention_equals_brute_force(
-    kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_softcapped_attention_equals_brute_force(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf, "SCORES_AT_ONCE", at_once)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 11, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
@@ -123,9 +116,7 @@ def test_static_cache_is_served_as_before(family: str) -> None:
     results = []
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
         parts = (ids[:, :28], ids[:, 28:29], ids[:, 29:])
-        results.append(
-            torch.cat([model(part, **hf.forward_kwargs(cache, model)).logits for part in parts], 1)
-        )
+        results.append(torch.cat([model(part, **hf.forward_kwargs(cache, model)).logits for part in parts], 1))
     torch.testing.assert_close(*results, atol=1e-4, rtol=0)
     assert tiered.get_seq_length() == 0
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import cpu, library, reference
+from fade_runtime.kernels import reference
+from fade_runtime.kernels.cpu import attention as cpu
+from fade_runtime.kernels.cpu import library
 from fade_runtime.kernels.reference import Part
-from fade_runtime.packed import Bits, PackedTokens, pack_tokens
-from fade_runtime.tiers import Tier
+from fade_runtime.storage.packed import Bits, PackedTokens, pack_tokens
+from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
 from predictor.rope import Table
 from tests import rounding
@@ -53,9 +55,7 @@ def _ragged(lengths: list[int], dim: int, bits: Bits = DEFAULT) -> PackedTokens:
     torch.manual_seed(2)
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     slots = torch.cat([torch.arange(n) for n in lengths])
-    return pack_tokens(
-        torch.randn(len(rows), dim), torch.randn(len(rows), dim) * 5, rows, slots, None, bits=bits
-    )
+    return pack_tokens(torch.randn(len(rows), dim), torch.randn(len(rows), dim) * 5, rows, slots, None, bits=bits)
 
 
 def _mixed(packed: PackedTokens) -> PackedTokens:
@@ -297,13 +297,9 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
     hidden, body_hidden = torch.zeros(2, 2, 6), torch.zeros(48, 2)
     hidden[:, :, 4:] = -torch.inf
     body_hidden[10:] = -torch.inf  # the whole second row
-    out, mass, (body_mass,) = kernel(
-        query, key, value, [Part(packed, bias=body_hidden)], torch.ones(2), hidden
-    )
+    out, mass, (body_mass,) = kernel(query, key, value, [Part(packed, bias=body_hidden)], torch.ones(2), hidden)
     few = packed.keep(torch.arange(48) < 10)
-    expected, full_mass, (few_mass,) = reference.attend(
-        query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2)
-    )
+    expected, full_mass, (few_mass,) = reference.attend(query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2))
     exact = rounding.attention(query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2))
     for results in ((out, mass[:, :4], body_mass[:10]), (expected, full_mass, few_mass)):
         exact.check(results)

@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from fade_runtime.kernels import cpu, library, reference
-from fade_runtime.kernels.pick import forget, pick_kernel
+from fade_runtime.kernels import reference
+from fade_runtime.kernels.cpu import attention as cpu
+from fade_runtime.kernels.cpu import library
+from fade_runtime.kernels.dispatch import forget, pick_kernel
 
 pytestmark = [
     pytest.mark.kernels,

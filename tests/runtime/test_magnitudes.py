@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from fade_runtime import FadeConfig, create_tiered_cache, quant
-from fade_runtime.hf import forward_kwargs
+from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.cache.session import load_session
 from fade_runtime.kernels import reference
-from fade_runtime.kernels.pick import pick_kernel
+from fade_runtime.kernels.dispatch import pick_kernel
 from fade_runtime.kernels.reference import Part, dequantise
-from fade_runtime.packed import Bits, PackedTokens, pack_tokens
-from fade_runtime.session import load_session
+from fade_runtime.storage import quant
+from fade_runtime.storage.packed import Bits, PackedTokens, pack_tokens
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.errors import FadeError
 from tests import rounding
 from tests.conftest import make_tiny_model
@@ -84,9 +85,7 @@ def test_large_and_small_numbers_have_the_codes_of_ordinary_ones(exponent: int, 
     """A power of two changes no code where parameters are bfloat16; what is lost is a tenth more than in float16."""
     torch.manual_seed(1)
     key, value = given = torch.randn(2, 80, 64)
-    plain, other, larger = (
-        _packed(key * 2.0**by, value * 2.0**by, (70, 10), bits) for by in (0, exponent, 40)
-    )
+    plain, other, larger = (_packed(key * 2.0**by, value * 2.0**by, (70, 10), bits) for by in (0, exponent, 40))
     assert [each.wide for each in (plain, other, larger)] == [False, True, True]
     for name, tensor in other.tensors().items():
         if tensor.dtype == torch.uint8:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
-from fade_runtime import memory as controller
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.memory import LEAST, MOST, STEPS, budget_share, free_bytes, target_bytes
+from fade_runtime.config import memory_target as controller
+from fade_runtime.config.memory_target import LEAST, MOST, STEPS, budget_share, free_bytes, target_bytes
+from fade_runtime.transformers_api import forward_kwargs
 
 SMALL: dict[str, Any] = dict(n_sink=2, recent_window=8, reassign_every=8)
 WIDTH = 2 * 2 * 2 * 16 * 4  # bytes of a token in full: layers, kv heads, key and value, head dim, float32

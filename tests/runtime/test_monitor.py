@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 from torch import Tensor
 
-from fade_runtime.monitor import FLOOR, eviction_kl, measure
+from fade_runtime.guard.probe import FLOOR, eviction_kl, measure
 
 
 def distributions(rows: int, length: int, seed: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model, make_tiny_tokenizer
 
 from .test_policy import _bundle

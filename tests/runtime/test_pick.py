@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fade_runtime import packed
-from fade_runtime.kernels import cpu, reference
-from fade_runtime.kernels.pick import forget, pick_kernel, pick_quantiser
+from fade_runtime.kernels import reference
+from fade_runtime.kernels.cpu import attention as cpu
+from fade_runtime.kernels.dispatch import forget, pick_kernel, pick_quantiser
+from fade_runtime.storage import packed
 from predictor.errors import FadeError
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
@@ -39,8 +40,8 @@ def test_a_gpu_whose_kernels_fail_their_test_gets_plain_torch_and_says_why() -> 
 @pytest.mark.kernels
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gets_triton() -> None:
-    assert pick_kernel(torch.device("cuda", 0)).__module__ == "fade_runtime.kernels.triton"
-    assert pick_quantiser(torch.device("cuda", 0)).__module__ == "fade_runtime.kernels.triton_pack"
+    assert pick_kernel(torch.device("cuda", 0)).__module__ == "fade_runtime.kernels.triton.attention"
+    assert pick_quantiser(torch.device("cuda", 0)).__module__ == "fade_runtime.kernels.triton.pack_kernel"
 
 
 @pytest.mark.parametrize("device", [CUDA, META], ids=str)
@@ -54,14 +55,12 @@ def test_plain_torch_for_other_devices_and_on_request(device: torch.device, monk
 def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
     code = (
         "import torch, warnings, os; warnings.simplefilter('always')\n"
-        "from fade_runtime.attention import pick_kernel\n"
+        "from fade_runtime.layer.attention import pick_kernel\n"
         "a = pick_kernel(torch.device('cpu')); b = pick_kernel(torch.device('cpu'))\n"
         "print(a.__module__, a is b)"
     )
     env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path.cwd()
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=Path.cwd())
     assert done.stdout.strip() == "fade_runtime.kernels.reference True", done.stderr
     assert done.stderr.count("no C compiler found; install gcc") == 1
 

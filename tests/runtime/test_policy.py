@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.attention import AttentionCall
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.layer.attention import AttentionCall
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
 from predictor.bundle import Predictor, load_bundle, save_bundle
 from predictor.features import FeatureSpec, prefill_features
@@ -82,9 +82,7 @@ def test_prompt_eviction_keeps_the_best_scored_of_each_head(model: Any, policy: 
     """Scores by brute force from eager attention (the untrained network: from the featuriser); heads differ."""
     ids = _ids(1, PROMPT)
     predictor = _bundle(tmp_path, model) if policy == "learned" else None
-    config = FadeConfig(
-        n_sink=2, recent_window=8, int4_budget=0.25, eviction_policy=policy, predictor=predictor
-    )
+    config = FadeConfig(n_sink=2, recent_window=8, int4_budget=0.25, eviction_policy=policy, predictor=predictor)
     cache = create_tiered_cache(model, config)
     captured = _capture(model, cache, ids)
     kept = _kept(cache)

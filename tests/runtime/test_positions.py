@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.positions import contiguous
+from fade_runtime.layer.positions import contiguous
+from fade_runtime.transformers_api import forward_kwargs
 
 from .test_memory import reachable_bytes
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from scipy.cluster.vq import vq
 from torch import Tensor
 
-from fade_runtime import pq
-from fade_runtime.pq import CodebookSet, LayerCodebook, PQCodebook, PQTokens, load_codebook
+from fade_runtime.storage import pq
+from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook, PQTokens, load_codebook
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
 from predictor.sealed import sealed
@@ -42,9 +42,7 @@ def random_set(model: Any, dim: int = 16) -> CodebookSet:
 # -- codes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dim", "sub_dim", "size"), [(64, 32, 256), (16, 4, 7), (80, 8, 64), (6, 6, 2)], ids=str
-)
+@pytest.mark.parametrize(("dim", "sub_dim", "size"), [(64, 32, 256), (16, 4, 7), (80, 8, 64), (6, 6, 2)], ids=str)
 @pytest.mark.parametrize("distance_bytes", [1, pq.DISTANCE_BYTES], ids=["one by one", "at once"])
 def test_a_code_is_the_nearest_centroid(
     dim: int, sub_dim: int, size: int, distance_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -93,12 +91,8 @@ def test_training_finds_clusters_and_is_repeatable() -> None:
     for part in book.centroids.float():
         found = part[torch.cdist(centres, part).argmin(1)]
         torch.testing.assert_close(found, centres, atol=0.1, rtol=0)
-    again, other = (
-        PQCodebook.train(normal(300, 8), sub_dim=4, num_centroids=16, seed=seed) for seed in (0, 1)
-    )
-    assert torch.equal(
-        again.centroids, PQCodebook.train(normal(300, 8), sub_dim=4, num_centroids=16).centroids
-    )
+    again, other = (PQCodebook.train(normal(300, 8), sub_dim=4, num_centroids=16, seed=seed) for seed in (0, 1))
+    assert torch.equal(again.centroids, PQCodebook.train(normal(300, 8), sub_dim=4, num_centroids=16).centroids)
     assert not torch.equal(again.centroids, other.centroids)
 
 
@@ -180,9 +174,7 @@ def test_empty_tokens_take_part() -> None:
         torch.ones(2),
     )  # fmt: skip
     assert Lists(none.join(some)).rows == Lists(some.join(none)).rows == Lists(some).rows
-    assert (
-        len(none.keep(torch.zeros(0, dtype=torch.bool))) == len(none.select_rows(torch.tensor([2, 0]))) == 0
-    )
+    assert len(none.keep(torch.zeros(0, dtype=torch.bool))) == len(none.select_rows(torch.tensor([2, 0]))) == 0
     assert none.decode_keys(slice(0, 0)).shape == none.decode_values(slice(0, 0)).shape == (0, 16)
     assert "state" not in PQTokens.empty(rows, book, torch.device("cpu"), state=False).tensors()
 

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.pq import CodebookSet, LayerCodebook, PQCodebook
+from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.provenance import model_provenance
 from tests.conftest import make_tiny_model
 from tests.runtime.test_memory import reachable_bytes
@@ -49,9 +49,7 @@ def book(model: Any) -> CodebookSet:
     layers = []
     for layer in stock.layers:
         plain = _turned(model, layer.keys, -1)
-        key, value = (
-            PQCodebook.train(x.flatten(0, 2), sub_dim=4, num_centroids=64) for x in (plain, layer.values)
-        )
+        key, value = (PQCodebook.train(x.flatten(0, 2), sub_dim=4, num_centroids=64) for x in (plain, layer.values))
         layers.append(LayerCodebook(key, value))
     return CodebookSet(layers, model_provenance(model))
 
@@ -67,9 +65,7 @@ def _config(book: CodebookSet | str, **options: Any) -> FadeConfig:
     return FadeConfig(**{**settings, "low_tier": "pq", "codebook": book, **options})
 
 
-def test_with_everything_in_pq_attention_is_dense_attention_over_decoded_keys(
-    model: Any, book: CodebookSet
-) -> None:
+def test_with_everything_in_pq_attention_is_dense_attention_over_decoded_keys(model: Any, book: CodebookSet) -> None:
     ids, length = _prompt(1, 100), 90
     cache = create_tiered_cache(model, _config(book, int4_budget=0, low_budget=None))
     _forward(model, ids[:, :length], cache)
@@ -152,9 +148,7 @@ def test_report_equals_reachable_bytes(model: Any, book: CodebookSet, positions:
 def test_a_demoted_token_has_the_code_of_its_exact_key(model: Any, book: CodebookSet) -> None:
     """A token that passes through INT4 decodes to the same as one that goes to PQ at once."""
     ids = _prompt(1, 120)
-    slow = create_tiered_cache(
-        model, _config(book, int4_budget=40, low_budget=200, eviction_policy="position")
-    )
+    slow = create_tiered_cache(model, _config(book, int4_budget=40, low_budget=200, eviction_policy="position"))
     _forward(model, ids[:, :80], slow)
     first = slow.layers[0].store.packed.slots()
     for at in range(80, 120):
@@ -171,9 +165,7 @@ def test_a_demoted_token_has_the_code_of_its_exact_key(model: Any, book: Codeboo
 
 
 @pytest.mark.parametrize("lengths", [(61, 40), (61, 5)], ids=str)
-def test_left_padded_row_equals_its_unbatched_run(
-    model: Any, book: CodebookSet, lengths: tuple[int, int]
-) -> None:
+def test_left_padded_row_equals_its_unbatched_run(model: Any, book: CodebookSet, lengths: tuple[int, int]) -> None:
     config = _config(book, int4_budget=6, low_budget=20, reassign_every=1)
     prompts = [_prompt(1, n, i) for i, n in enumerate(lengths)]
     width = max(lengths)
@@ -227,16 +219,12 @@ def test_beam_search_runs(model: Any, book: CodebookSet) -> None:
     cache = create_tiered_cache(model, _config(book))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        out = model.generate(
-            _prompt(2, 90), past_key_values=cache, num_beams=3, max_new_tokens=12, do_sample=False
-        )
+        out = model.generate(_prompt(2, 90), past_key_values=cache, num_beams=3, max_new_tokens=12, do_sample=False)
     assert out.shape == (2, 102)
     assert cache.memory_report()["tokens"]["PQ"] == 2 * 2 * 2 * 3 * 30
 
 
-def test_a_directory_will_do_and_the_wrong_one_is_refused(
-    model: Any, book: CodebookSet, tmp_path: Path
-) -> None:
+def test_a_directory_will_do_and_the_wrong_one_is_refused(model: Any, book: CodebookSet, tmp_path: Path) -> None:
     path = str(book.save(tmp_path / "book"))
     cache = create_tiered_cache(model, _config(path))
     _forward(model, _prompt(1, 90), cache)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.prefetch import fetch, needed
-from fade_runtime.spillfiles import SpillFolder
+from fade_runtime.guard.prefetch import fetch, needed
+from fade_runtime.storage.spillfiles import SpillFolder
+from fade_runtime.transformers_api import forward_kwargs
 
 OPTIONS: dict[str, Any] = dict(
     n_sink=2, recent_window=16, int4_budget=30, reassign_every=16, eviction_policy="ema", guard="warn", spill="host",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 
 from .test_memory import reachable_bytes
 from .test_policy import _bundle

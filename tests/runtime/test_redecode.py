@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, TextStreamer
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from tests.families import FAMILIES
 
 OPTIONS: dict[str, Any] = dict(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.tiers import Tier
+from fade_runtime.storage.tiers import Tier
+from fade_runtime.transformers_api import forward_kwargs
 
 from .test_memory import reachable_bytes
 
@@ -107,9 +107,7 @@ def test_a_copy_of_the_cache_goes_its_own_way(model: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ahead, behind))
 
 
-def test_two_caches_in_two_threads_do_not_mix(
-    tiny_model: Callable[..., Any], request: pytest.FixtureRequest
-) -> None:
+def test_two_caches_in_two_threads_do_not_mix(tiny_model: Callable[..., Any], request: pytest.FixtureRequest) -> None:
     models = [tiny_model(seed=0), tiny_model("qwen2", seed=1), tiny_model(seed=0)]
     configs = [LOSSY, LOSSY.with_options(eviction_policy="ema"), FadeConfig.safe(recent_window=8)]
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.sequences import Sequences, Shared
+from fade_runtime.layer.sequences import Sequences, Shared
+from fade_runtime.transformers_api import forward_kwargs
 
 CPU = torch.device("cpu")
 

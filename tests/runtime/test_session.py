@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache, load_session, save_session
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.pq import CodebookSet, LayerCodebook, PQCodebook
-from fade_runtime.session import FACTS, TENSORS
+from fade_runtime.cache.session import FACTS, TENSORS
+from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
+from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
 from predictor.provenance import model_provenance
 from tests.conftest import ROOT, make_tiny_model
@@ -169,9 +169,7 @@ def resumed(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
         f"from tests.runtime.test_session import resume_all; resume_all({str(folder)!r}, {list(expected)!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     got = {case: load_file(folder / f"{case}.logits")["logits"] for case in expected}
     return {case: (got[case], logits) for case, logits in expected.items()}
@@ -188,9 +186,7 @@ def test_another_process_goes_on_with_exactly_the_same_logits(
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    "case", ["learned", "pq streaming", "in the middle of a prompt", "qwen3_next", "gemma3"]
-)
+@pytest.mark.parametrize("case", ["learned", "pq streaming", "in the middle of a prompt", "qwen3_next", "gemma3"])
 def test_every_attribute_comes_back(case: str, tmp_path: Path) -> None:
     """So that a new attribute of a layer cannot be forgotten."""
     model = make_model(case)
@@ -226,9 +222,7 @@ def test_a_state_is_a_copy_and_plain(tiny: Any) -> None:
     facts, known = state.pop("facts"), kept.pop("facts")
     assert json.loads(json.dumps(facts)) == known
     assert all(isinstance(t, Tensor) and torch.equal(t, kept[name]) for name, t in state.items())
-    assert {name for name in state if "full" in name} == {
-        f"0.full.{n}" for n in ("key", "value", "slots", "state")
-    }
+    assert {name for name in state if "full" in name} == {f"0.full.{n}" for n in ("key", "value", "slots", "state")}
 
 
 def test_an_empty_cache_is_a_session_too(tiny: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, load_session
-from fade_runtime.session import FACTS, TENSORS
+from fade_runtime.cache.session import FACTS, TENSORS
 from predictor.provenance import first_values_fingerprint
 from predictor.sealed import sealed
 from tests.conftest import make_tiny_model
@@ -68,9 +68,7 @@ def test_a_session_with_a_wrong_byte_is_refused(
     path, *receiver = written
     content = bytearray((path / name).read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert_refused(
-        damaged_copy(path, name, bytes(content)), *receiver, match="session .* (is damaged|has format)"
-    )
+    assert_refused(damaged_copy(path, name, bytes(content)), *receiver, match="session .* (is damaged|has format)")
 
 
 def test_the_last_byte_and_no_byte_count_too(written: tuple[Path, TieredCache, dict[str, Any]]) -> None:
@@ -125,9 +123,7 @@ def test_other_options_are_refused(
         load_session(tiny, written[0], config)
 
 
-def test_options_that_change_nothing_may_differ(
-    tiny: Any, written: tuple[Path, TieredCache, dict[str, Any]]
-) -> None:
+def test_options_that_change_nothing_may_differ(tiny: Any, written: tuple[Path, TieredCache, dict[str, Any]]) -> None:
     assert load_session(tiny, written[0], FadeConfig(**TIGHT, strict=False, phase="2")).get_seq_length() == 60
 
 

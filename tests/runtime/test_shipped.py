@@ -10,7 +10,7 @@ import torch
 from data.lm import encode, load_lm
 from data.text import load_documents
 from fade_runtime import FadeConfig
-from pipelines.measure import Method, compare
+from pipelines.evaluation.measure import Method, compare
 from predictor.errors import FadeError
 from predictor.registry import SHIPPED, load_predictor, shipped
 

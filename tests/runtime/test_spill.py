@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fade_runtime.packed import PackedTokens, pack_tokens
-from fade_runtime.spill import Spill, SpilledTokens
-from fade_runtime.spillfiles import PREFIX
-from fade_runtime.tiers import Tier
+from fade_runtime.storage.packed import PackedTokens, pack_tokens
+from fade_runtime.storage.spill import Spill, SpilledTokens
+from fade_runtime.storage.spillfiles import PREFIX
+from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
 
 CPU = torch.device("cpu")
@@ -166,7 +166,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path)
     script = """
         import os, signal, sys
         from pathlib import Path
-        from fade_runtime.spill import Spill
+        from fade_runtime.storage.spill import Spill
         spill = Spill("disk", Path(sys.argv[1]))
         (spill.folder / "1.safetensors").write_bytes(b"text")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -201,7 +201,7 @@ def test_a_host_without_memory_loses_nothing() -> None:
     script = """
         import resource, warnings
         import torch
-        from fade_runtime.spill import Spill, SpilledTokens
+        from fade_runtime.storage.spill import Spill, SpilledTokens
         from tests.runtime.test_spill import contents, tokens
         warnings.simplefilter("ignore")
         held, more = SpilledTokens(Spill("host"), torch.device("cpu")), tokens([4_000_000], dim=16)

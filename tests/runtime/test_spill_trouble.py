@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fade_runtime import FadeConfig, TieredCache
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.spill import Spill, SpilledTokens
+from fade_runtime.storage.spill import Spill, SpilledTokens
+from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 
 from .test_guard import CALMED, evicted, forward, prompt, quiet
@@ -115,7 +115,7 @@ def interrupted(line: int) -> Iterator[list[int]]:
     count = [0]
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if "fade_runtime/spill" not in frame.f_code.co_filename or frame.f_code.co_name in ("remove", "_unlink"):
+        if "storage/spill" not in frame.f_code.co_filename or frame.f_code.co_name in ("remove", "_unlink"):
             return None  # Python swallows what is raised in a finalizer
         if event == "line":
             count[0] += 1

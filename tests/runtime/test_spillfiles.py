@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fade_runtime.spillfiles import LOCK, PREFIX, SpillError, SpillFile, SpillFolder
+from fade_runtime.storage.spillfiles import LOCK, PREFIX, SpillError, SpillFile, SpillFolder
 from predictor.errors import FadeError
 from tests.conftest import ROOT
 
@@ -32,7 +32,7 @@ def run(script: str, *arguments: object) -> str:
         package = types.ModuleType("fade_runtime")  # without all of it, torch included: seconds less
         package.__path__ = ["fade_runtime"]
         sys.modules["fade_runtime"] = package
-        from fade_runtime.spillfiles import PREFIX, SpillFolder
+        from fade_runtime.storage.spillfiles import PREFIX, SpillFolder
         from predictor.errors import FadeError
         directory = Path(sys.argv[1])
         def child(work):
@@ -274,10 +274,14 @@ def test_a_forked_child_removes_nothing_and_is_refused(tmp_path: Path) -> None:
     *refused, last = run(script, tmp_path).splitlines()
     assert last.startswith("b'tokens' 1 1 ")
     pid = last.split()[-1]
-    assert refused == [
-        f"FadeError: the evicted tokens of this cache are in files of process {pid}, from which this one was forked; "
-        "save a session before the fork and load it here, or use spill='host'"
-    ] * 2
+    assert (
+        refused
+        == [
+            f"FadeError: the evicted tokens of this cache are in files of process {pid}, from which this one was "
+            "forked; save a session before the fork and load it here, or use spill='host'"
+        ]
+        * 2
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fade_runtime import quant
 from fade_runtime.kernels.reference import dequantise, packed_scores, packed_values
-from fade_runtime.packed import Bits, PackedTokens, pack_tokens
-from fade_runtime.tiers import Tier
+from fade_runtime.storage import quant
+from fade_runtime.storage.packed import Bits, PackedTokens, pack_tokens
+from fade_runtime.storage.tiers import Tier
 
 DIMS = [16, 64, 80, 96, 128]
 
@@ -136,10 +136,7 @@ def test_low_tokens_survive_every_move() -> None:
     tiers = torch.where(torch.rand(200) < 0.4, int(Tier.INT2), int(Tier.INT4))
     mixed = packed.retier(tiers)
     key = dequantise(mixed, torch.float32)[0]
-    where = {
-        (row, slot): i
-        for i, (row, slot) in enumerate(zip(mixed.token_row().tolist(), mixed.slots().tolist()))
-    }
+    where = {(row, slot): i for i, (row, slot) in enumerate(zip(mixed.token_row().tolist(), mixed.slots().tolist()))}
     for moved, rows in (
         (mixed.keep(torch.rand(200) < 0.6), [0, 1, 2]),
         (mixed.select_rows(torch.tensor([2, 0])), [2, 0]),
@@ -165,9 +162,7 @@ def _ragged(lengths: list[int], dim: int = 32) -> PackedTokens:
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     slots = torch.cat([torch.arange(n) * 3 + 4 for n in lengths] or [rows])
     torch.manual_seed(1)
-    return pack_tokens(
-        torch.randn(len(rows), dim), torch.randn(len(rows), dim), rows, slots, torch.rand(len(rows))
-    )
+    return pack_tokens(torch.randn(len(rows), dim), torch.randn(len(rows), dim), rows, slots, torch.rand(len(rows)))
 
 
 @pytest.mark.parametrize("lengths", [[130, 0, 17, 64], [1], [64, 128], [200, 63, 5, 111, 0]], ids=str)
@@ -212,9 +207,7 @@ def test_select_rows_and_join_keep_the_order_within_rows() -> None:
     key = dequantise(packed, torch.float32)[0]
     assert torch.equal(dequantise(picked, torch.float32)[0][70:75], key[:5])
     rows = torch.tensor([0, 1, 1, 2])
-    new = pack_tokens(
-        torch.randn(4, 32), torch.randn(4, 32), rows, torch.tensor([900, 901, 902, 900]), torch.rand(4)
-    )
+    new = pack_tokens(torch.randn(4, 32), torch.randn(4, 32), rows, torch.tensor([900, 901, 902, 900]), torch.rand(4))
     joined = packed.join(new)
     assert joined.token_row().tolist() == [0] * 6 + [1] * 2 + [2] * 71
     assert bool((joined.slots().diff()[joined.token_row().diff() == 0] > 0).all())
@@ -224,9 +217,7 @@ def test_select_rows_and_join_keep_the_order_within_rows() -> None:
 @pytest.mark.parametrize(("gap", "dtype"), [(1, torch.uint8), (9, torch.int16), (40_000, torch.int32)])
 def test_slots_use_the_smallest_type_that_holds_them(gap: int, dtype: torch.dtype) -> None:
     slots = torch.arange(50) * gap + 7
-    packed = pack_tokens(
-        torch.randn(50, 16), torch.randn(50, 16), torch.zeros(50, dtype=torch.long), slots, None
-    )
+    packed = pack_tokens(torch.randn(50, 16), torch.randn(50, 16), torch.zeros(50, dtype=torch.long), slots, None)
     assert packed.offset.dtype == dtype
     assert torch.equal(packed.slots(), slots)
 

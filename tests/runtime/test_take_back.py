@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.hf import forward_kwargs
+from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.families import FAMILIES
 

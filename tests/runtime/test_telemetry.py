@@ -20,12 +20,12 @@ from fade_runtime import (
     attach_telemetry,
     create_tiered_cache,
     detach_telemetry,
-    telemetry,
 )
-from fade_runtime.attention import pick_kernel
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.kernels.pick import forget
-from fade_runtime.layer import TieredLayer
+from fade_runtime.cache import telemetry
+from fade_runtime.kernels.dispatch import forget
+from fade_runtime.layer.attention import pick_kernel
+from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 
 from .test_session import filled, make_codebook
@@ -87,9 +87,7 @@ def test_events_are_what_happened(model: Any, low_tier: str) -> None:
     counters = attach_telemetry(cache, watcher)
     feed(model, cache, 20)
     name, number = low_tier.upper(), {"int2": 2, "pq": 3}[low_tier]
-    assert [(e.layer, e.seen) for e in watcher.events] == [
-        (i, n) for n in (60, 68, 76) for i in range(LAYERS)
-    ]
+    assert [(e.layer, e.seen) for e in watcher.events] == [(i, n) for n in (60, 68, 76) for i in range(LAYERS)]
     before = {i: [dict.fromkeys(range(60), 0)] * (BATCH * HEADS) for i in range(LAYERS)}
     for event, rows, stored in zip(watcher.events, watcher.rows, watcher.stored):
         old, before[event.layer] = before[event.layer], rows
@@ -111,11 +109,7 @@ def test_events_are_what_happened(model: Any, low_tier: str) -> None:
         assert began <= event.time <= time.time()
         assert 0 < event.ms < 1e3 * (time.time() - began)
     assert counters.reassignments == len(watcher.events) == 6
-    assert (
-        counters.evicted
-        == sum(e.evicted for e in watcher.events)
-        == cache.memory_report()["tokens"]["EVICTED"]
-    )
+    assert counters.evicted == sum(e.evicted for e in watcher.events) == cache.memory_report()["tokens"]["EVICTED"]
     assert counters.demoted == sum(e.demoted for e in watcher.events)
     assert counters.ms == pytest.approx(sum(e.ms for e in watcher.events))
     last = watcher.events[-LAYERS:]
@@ -272,9 +266,7 @@ def test_snapshot_is_what_the_cache_holds(model: Any, slots: bool, tmp_path: Pat
 def test_snapshot_of_an_empty_cache_and_of_no_place(model: Any, tmp_path: Path) -> None:
     cache = create_tiered_cache(model, FadeConfig.safe())
     found = json.loads(cache.dump_debug(tmp_path / "debug.json").read_text())
-    assert [(layer["seen"], layer["path"], layer["rows"]) for layer in found["layers"]] == [
-        (0, "dense", [])
-    ] * 2
+    assert [(layer["seen"], layer["path"], layer["rows"]) for layer in found["layers"]] == [(0, "dense", [])] * 2
     with pytest.raises(FadeError, match=r"cannot be written \(.*\); name another path"):
         cache.dump_debug(tmp_path / "debug.json" / "sub.json")
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fade_runtime.tiers import Budgets, Tier, TierPlan, plan_tiers, rank_in_row
+from fade_runtime.storage.tiers import Budgets, Tier, TierPlan, plan_tiers, rank_in_row
 from predictor.errors import FadeError
 
 
@@ -15,9 +15,7 @@ def test_plan_fills_the_tiers_of_each_row_best_first(low_tier: Tier, data: st.Da
     """Against a loop over each row's tokens, best first: INT4 while it lasts, the low tier while it lasts, then out."""
     lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    some = lambda least, most: data.draw(
-        st.lists(st.integers(least, most), min_size=len(rows), max_size=len(rows))
-    )
+    some = lambda least, most: data.draw(st.lists(st.integers(least, most), min_size=len(rows), max_size=len(rows)))
     scores = torch.tensor(some(0, 4), dtype=torch.float32)  # many ties
     slots = torch.tensor(some(0, 1000)) * 1000 + torch.arange(len(rows)).flip(0)
     now = torch.where(torch.tensor(some(0, 3)) == 0, int(low_tier), int(Tier.INT4))

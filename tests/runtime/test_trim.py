@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fade_runtime.trim import _trim, give_back
+from fade_runtime.storage.heap import _trim, give_back
 
 MIB = 2**20
 
@@ -33,5 +33,5 @@ def test_other_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def called() -> None:
         raise AssertionError
 
-    monkeypatch.setattr("fade_runtime.trim._trim", called)
+    monkeypatch.setattr("fade_runtime.storage.heap._trim", called)
     give_back(torch.device("meta"))

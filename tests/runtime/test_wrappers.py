@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from fade_runtime import FadeConfig, FadeError, create_tiered_cache, hf
+from fade_runtime import FadeConfig, FadeError, create_tiered_cache
+from fade_runtime import transformers_api as hf
 
 SMALL: dict[str, Any] = dict(n_sink=2, recent_window=16, int4_budget=20, reassign_every=8)
 SHADOWED = FadeConfig(**SMALL, guard="warn", spill="host", shadow_every=4)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from data.lm import load_tokenizer
-from pipelines.tasks import PROSE
-from pipelines.tasks.recall import AGAIN, KINDS, recalled
-from pipelines.tasks.task import Wish
+from pipelines.evaluation.tasks import PROSE
+from pipelines.evaluation.tasks.recall import AGAIN, KINDS, recalled
+from pipelines.evaluation.tasks.task import Wish
 from predictor.errors import FadeError
 
 

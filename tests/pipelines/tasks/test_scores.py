@@ -10,9 +10,9 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.intervals import bootstrap, interval, wilson
-from pipelines.tasks import scores
-from pipelines.tasks.run_code import passes
+from pipelines.evaluation.intervals import bootstrap, interval, wilson
+from pipelines.evaluation.tasks import scores
+from pipelines.evaluation.tasks.run_code import passes
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=7)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.tasks import TASKS
-from pipelines.tasks.records import records
-from pipelines.tasks.task import Example, Output, Wish
+from pipelines.evaluation.tasks import TASKS
+from pipelines.evaluation.tasks.records import records
+from pipelines.evaluation.tasks.task import Example, Output, Wish
 from predictor.errors import FadeError
 
 LENGTH = 3000  # bytes, each a token of the tiny tokenizer
@@ -29,9 +29,7 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
         }
         for i in range(60)
     ],
-    "multi_news": [
-        {"context": f"News {i}. NEWLINE_CHAR {PAPER}", "answers": [f"Summary {i}."]} for i in range(3)
-    ],
+    "multi_news": [{"context": f"News {i}. NEWLINE_CHAR {PAPER}", "answers": [f"Summary {i}."]} for i in range(3)],
     "passage_retrieval": [
         {
             "context": "\n\n".join(f"段落{j}：{'书' * 40}" for j in range(1, 31)),
@@ -85,9 +83,7 @@ def test_prompts_fit_and_come_again(name: str, wish: Callable[..., Wish]) -> Non
     task = TASKS[name]
     examples = task.take(wish(name))
     assert len(examples) == 3
-    assert all(
-        0 < example.tokens <= LENGTH and example.context and example.turns[0].question for example in examples
-    )
+    assert all(0 < example.tokens <= LENGTH and example.context and example.turns[0].question for example in examples)
     assert task.take(wish(name)) == examples
     if name not in ("mt_bench", "gsm8k", "humaneval"):
         assert min(example.tokens for example in examples) > LENGTH * 0.75
@@ -103,9 +99,7 @@ def test_the_answer_is_in_the_context_once_and_at_its_depth(
 ) -> None:
     task = TASKS[name]
     for index, example in enumerate(task.take(wish(name))):
-        context, answer = (
-            tiny_tokenizer.decode(ids) for ids in (example.context, example.turns[0].answer or [])
-        )
+        context, answer = (tiny_tokenizer.decode(ids) for ids in (example.context, example.turns[0].answer or []))
         (wanted,) = example.facts["values"]
         assert answer.strip() == wanted.strip()
         assert context.count(wanted) == 1
@@ -143,9 +137,7 @@ def test_a_copy_is_led_up_to(wish: Callable[..., Wish], tiny_tokenizer: Any) -> 
         assert lead + wanted in prompt
 
 
-def test_shots_are_solved_and_the_asked_one_is_not_among_them(
-    wish: Callable[..., Wish], tiny_tokenizer: Any
-) -> None:
+def test_shots_are_solved_and_the_asked_one_is_not_among_them(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
     for index, example in enumerate(TASKS["gsm8k"].take(wish("gsm8k"))):
         context = tiny_tokenizer.decode(example.context)
         assert context.count("####") > 20
@@ -163,9 +155,7 @@ def test_a_function_passes_its_own_tests(wish: Callable[..., Wish]) -> None:
 def test_choices_numbers_and_paragraphs_are_scored(wish: Callable[..., Wish]) -> None:
     hallucinated = TASKS["senhallu"].take(wish("senhallu"))
     assert [_score("senhallu", " yes", example) for example in hallucinated] == [0, 1, 0]
-    assert [example.choices for example in TASKS["paperqa"].take(wish("paperqa"))] == [
-        (" A", " B", " C", " D")
-    ] * 3
+    assert [example.choices for example in TASKS["paperqa"].take(wish("paperqa"))] == [(" A", " B", " C", " D")] * 3
     assert [_score("paperqa", " B", example) for example in TASKS["paperqa"].take(wish("paperqa"))] == [
         1,
         1,

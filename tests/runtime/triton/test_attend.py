@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import launches, reference, triton, triton_check
-from fade_runtime.kernels.launches import Launch
+from fade_runtime.kernels import reference
 from fade_runtime.kernels.reference import Part
-from fade_runtime.packed import Bits, PackedTokens, pack_tokens
-from fade_runtime.tiers import Tier
+from fade_runtime.kernels.triton import attention as triton
+from fade_runtime.kernels.triton import launch_table as launches
+from fade_runtime.kernels.triton import self_test as triton_check
+from fade_runtime.kernels.triton.launch_table import Launch
+from fade_runtime.storage.packed import Bits, PackedTokens, pack_tokens
+from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
 from predictor.rope import Table
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fade_runtime.kernels import triton
-from fade_runtime.kernels.launches import Launch
-from pipelines import bench_gpu, bench_tune
+from fade_runtime.kernels.triton import attention as triton
+from fade_runtime.kernels.triton.launch_table import Launch
+from pipelines.benchmarks import gpu as bench_gpu
+from pipelines.benchmarks import tune as bench_tune
 from predictor.errors import FadeError
 
 CPU = torch.device("cpu")

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from fade_runtime import FadeConfig, attention, create_tiered_cache, packed
-from fade_runtime.hf import forward_kwargs
-from fade_runtime.kernels import triton, triton_pack
-from fade_runtime.kernels.pick import forget
-from fade_runtime.telemetry import attention_path
+from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.cache.telemetry import attention_path
+from fade_runtime.kernels.dispatch import forget
+from fade_runtime.kernels.triton import attention as triton
+from fade_runtime.kernels.triton import pack_kernel as triton_pack
+from fade_runtime.layer import attention
+from fade_runtime.storage import packed
+from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.runtime.test_memory import reachable_bytes
 
@@ -37,7 +40,7 @@ def _logits(config: FadeConfig) -> tuple[torch.Tensor, Any]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_cache_in_triton_answers_as_one_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = FadeConfig(n_sink=2, recent_window=8, reassign_every=4, **CONFIGS[name])
-    monkeypatch.setattr("fade_runtime.telemetry.pick_kernel", lambda device: triton.attend)
+    monkeypatch.setattr("fade_runtime.cache.telemetry.pick_kernel", lambda device: triton.attend)
     monkeypatch.setattr(attention, "pick_kernel", lambda device: triton.attend)
     monkeypatch.setattr(packed, "_quantiser", lambda device: triton_pack.quantise)
     ours, cache = _logits(config)

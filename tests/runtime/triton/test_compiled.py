@@ -17,10 +17,11 @@ import triton as triton_package
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fade_runtime.kernels import triton, triton_pack
 from fade_runtime.kernels.reference import Part
-from fade_runtime.kernels.triton_codes import unpacking
-from fade_runtime.packed import Bits, pack_tokens
+from fade_runtime.kernels.triton import attention as triton
+from fade_runtime.kernels.triton import pack_kernel as triton_pack
+from fade_runtime.kernels.triton.codes import unpacking
+from fade_runtime.storage.packed import Bits, pack_tokens
 from predictor.rope import Table
 
 CUOBJDUMP = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -105,7 +106,11 @@ CASES = {
     },
     "sm_90 dim 128 small pages": (90, 128, dict(page=32), 255, 42),
     "sm_90 dim 128 small pages, both tiers, everything": (
-        90, 128, dict(kind="tiered", everything=True, page=32), 232, 46,
+        90,
+        128,
+        dict(kind="tiered", everything=True, page=32),
+        232,
+        46,
     ),
     "sm_90 dim 64 both tiers, everything": (90, 64, dict(kind="tiered", everything=True), 168, 28),
     "sm_90 dim 96 both tiers": (90, 96, dict(kind="tiered"), 232, 46),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fade_runtime import packed as plain
-from fade_runtime import quant
-from fade_runtime.kernels import reference, triton_pack
-from fade_runtime.packed import Bits, pack_tokens
+from fade_runtime.kernels import reference
+from fade_runtime.kernels.triton import pack_kernel as triton_pack
+from fade_runtime.storage import packed as plain
+from fade_runtime.storage import quant
+from fade_runtime.storage.packed import Bits, pack_tokens
 
 SHAPES = [(64, [70, 0, 3]), (96, [1]), (128, [64, 63]), (256, [17]), (80, [65]), (16, [200])]
 

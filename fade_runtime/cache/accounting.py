@@ -1,0 +1,107 @@
+"""Bytes: what a cache holds now, every tensor that is reachable from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.storage.tiers import Tier
+
+if TYPE_CHECKING:
+    from fade_runtime.cache.tiered_cache import TieredCache
+    from predictor.bundle import Predictor
+
+TIERS = tuple(tier.name for tier in Tier if tier < Tier.EVICTED)
+KINDS = {
+    "full.key": "FP16", "full.value": "FP16",
+    "packed.key_codes": "INT4", "packed.value_codes": "INT4",
+    "packed.low_key_codes": "INT2", "packed.low_value_codes": "INT2",
+    "packed.pq_codes": "PQ", "pq.codes": "PQ",
+}  # fmt: skip
+OTHER = "scales and slots"
+
+
+def memory_report(cache: TieredCache) -> dict[str, Any]:
+    """Count what the cache holds now.
+
+    Returns:
+        resident_bytes: every tensor that is reachable from the cache, scales, slots, statistics, the predictor's
+        weights, the text's token classes and what is spilled to the memory of the same device included; full_bytes:
+        the same tokens in an uncompressed cache of the model's dtype; compression: their ratio; tiers: bytes by
+        tier, with "statistics", "predictor", "text", "codebook", "spilled" and "other layers"; tokens: tokens kept
+        per tier, summed over rows and layers; seen: logical tokens.
+    """
+    tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "spilled", "other layers"), 0)
+    tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
+    in_full = 0
+    for layer in cache.tiered:
+        if layer.store is None:
+            continue
+        stored = layer.resident()
+        for kind in set(map(_kind, stored)):
+            tiers[kind] += stored_bytes(*(tensor for name, tensor in stored.items() if _kind(name) == kind))
+        in_full += full_bytes(layer)
+        for name, count in layer.store.counts().items():
+            tokens[name] += count
+        if layer.store.spilled is not None and layer.device.type == "cpu":
+            tiers["spilled"] += stored_bytes(*layer.store.spilled.tensors())
+    others = [t for layer in cache.layers if not isinstance(layer, TieredLayer) for t in reachable_tensors(vars(layer))]
+    tiers["other layers"] = stored_bytes(*others)
+    if cache.policy.predictor is not None:
+        tiers["predictor"] = stored_bytes(*predictor_tensors(cache.policy.predictor))
+    rows = {id(layer.store.sequences): layer.store.sequences for layer in cache.tiered if layer.store is not None}
+    rows |= {id(held.sequences): held.sequences for layer in cache.tiered for held in layer.held.calls}
+    tiers[OTHER] += stored_bytes(*(tensor for each in rows.values() for tensor in each.tensors().values()))
+    tiers["text"] = stored_bytes(*(cache.text.tensors() if cache.text is not None else []))
+    tiers["codebook"] = stored_bytes(*(cache.codebook.tensors() if cache.codebook is not None else []))
+    resident = sum(tiers.values())
+    in_full += tiers["other layers"]
+    return {
+        "resident_bytes": resident,
+        "full_bytes": in_full,
+        "compression": in_full / resident if resident else 1.0,
+        "tiers": tiers,
+        "tokens": tokens,
+        "seen": cache.get_seq_length(),
+    }
+
+
+def predictor_tensors(predictor: Predictor) -> list[Tensor]:
+    """Every tensor of a predictor."""
+    budgets = [] if predictor.budgets is None else [predictor.budgets.lost]
+    return [*predictor.parameters(), *predictor.buffers(), *budgets]
+
+
+def _kind(name: str) -> str:
+    """What a tensor of a layer is counted as."""
+    return "statistics" if name.endswith((".state", ".queries", ".mask")) else KINDS.get(name, OTHER)
+
+
+def reachable_tensors(thing: Any) -> Iterator[Tensor]:
+    """Tensors in nested dicts, lists and tuples."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        for each in thing.values():
+            yield from reachable_tensors(each)
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from reachable_tensors(each)
+
+
+def full_bytes(layer: TieredLayer) -> int:
+    """Bytes of a layer's tokens, padding included, in an uncompressed cache of the model's dtype."""
+    if layer.store is None:
+        return 0
+    full = layer.store.full
+    width = (full.key.shape[3] + full.value.shape[3]) * full.key.element_size()
+    return full.key.shape[0] * layer.store.heads * layer.seen * width
+
+
+def stored_bytes(*tensors: Tensor) -> int:
+    """Bytes of the storages behind ``tensors``, each once, whether or not a view covers its storage."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,232 @@
+"""Attention over the tiers of one layer, and the statistics that come out of the same pass."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fade_runtime.kernels import reference
+from fade_runtime.kernels.dispatch import pick_kernel
+from fade_runtime.kernels.reference import Part
+from fade_runtime.layer import gradients
+
+SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
+
+
+@dataclass(frozen=True)
+class FullTokens:
+    """Full-precision tokens of a layer: sinks first, then the newest.
+
+    Attributes:
+        key, value: [B, H, n, D] in the model's dtype.
+        slots: [B, n] int32 slots (places among the tokens of a row), ascending; -1 where a row has no token.
+        state: [B, H, n] float32 statistics of the policy, or None.
+    """
+
+    key: Tensor
+    value: Tensor
+    slots: Tensor
+    state: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Columns, holes included."""
+        return self.key.shape[2]
+
+    @functools.cached_property
+    def holes(self) -> bool:
+        """Whether a row has fewer tokens than columns."""
+        return bool((self.slots < 0).any())
+
+
+class AttentionCall(NamedTuple):
+    """What a layer's attention was asked for.
+
+    Attributes:
+        query: [B, Hq, Q, D] of the newest columns. mask: [B or 1, 1 or Hq, Q, S] over columns, bool (True = visible) or
+        additive; None where it hides nothing but what is later and what is padding. scaling: factor on the scores.
+        softcap: of the scores, or None.
+    """
+
+    query: Tensor
+    mask: Tensor | None
+    scaling: float
+    softcap: float | None = None
+
+    def newest(self, most: int) -> AttentionCall:
+        """The same of the last ``most`` queries."""
+        mask = None if self.mask is None else self.mask[:, :, -most:]
+        return self._replace(query=self.query[:, :, -most:], mask=mask)
+
+    def without(self, count: int) -> AttentionCall:
+        """The same as if the last ``count`` columns had not come."""
+        mask = None if self.mask is None else self.mask[:, :, :-count, :-count]
+        return self._replace(query=self.query[:, :, :-count], mask=mask)
+
+    def selected(self, index: Tensor) -> AttentionCall:
+        """The same for rows [n] of the batch."""
+        mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[index]
+        return self._replace(query=self.query[index], mask=mask)
+
+    def of_row(self, row: int, asks: Tensor, columns: Tensor) -> AttentionCall:
+        """The same for one row: its queries where ``asks`` [Q] is true, over its tokens, ``columns`` [S] bool."""
+        mask = self.mask
+        if mask is not None:
+            row_mask = mask[min(row, len(mask) - 1)]
+            mask = row_mask[None, :, asks][..., columns]
+        return self._replace(query=self.query[row : row + 1, :, asks], mask=mask)
+
+    def joined(self, other: AttentionCall, columns: int) -> AttentionCall:
+        """This call, after which ``columns`` had been seen, and the next one as one call."""
+        query = torch.cat((self.query, other.query), dim=2)
+        if self.mask is None and other.mask is None:
+            return self._replace(query=query)
+        mine, theirs = self._written_out(columns), other._written_out(columns + other.query.shape[2])
+        hidden = False if mine.dtype == torch.bool else torch.finfo(mine.dtype).min
+        mine = torch.nn.functional.pad(mine, (0, theirs.shape[3] - columns), value=hidden)
+        rows = max(len(mine), len(theirs))
+        mask = torch.cat([each.expand(rows, -1, -1, -1).to(mine.dtype) for each in (mine, theirs)], dim=2)
+        return self._replace(query=query, mask=mask)
+
+    def _written_out(self, columns: int) -> Tensor:
+        """The mask [B or 1, 1 or Hq, Q, columns], also where nothing but what is later is hidden."""
+        if self.mask is not None:
+            return self.mask
+        steps = self.query.shape[2]
+        causal = torch.ones(steps, columns, dtype=torch.bool, device=self.query.device).tril(columns - steps)
+        return causal[None, None]
+
+
+def tiered_attention(
+    query: Tensor,
+    full: FullTokens,
+    parts: Sequence[Part],
+    *,
+    scaling: float,
+    first: int | Tensor,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    softcap: float | None = None,
+    into: Sequence[Tensor] = (),
+    decay: float = 1.0,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Attend to full-precision and stored tokens at once.
+
+    Args:
+        query: [B, Hq, Q, D]; query i is at slot ``first + i`` of its row.
+        full: full-precision tokens. parts: the other tiers; their rows are batch x kv head, their biases are set here.
+        scaling: factor on the scores.
+        first: slot of the first query, in all rows or [B].
+        mask: [B or 1, 1 or Hq, Q, S] over slots: bool (True = visible) or additive; None = causal.
+        weights: [Q] weight of each query in the statistics, or None for no statistics.
+        softcap: of the scores, or None.
+        into: older statistics of the full tokens [B, H, n] and of each part [T], contiguous; they are multiplied by
+            ``decay``, the new ones are added to them, and they are what is returned.
+
+    Returns:
+        output [B, Hq, Q, D]; weighted attention that each full token [B, H, n] and each token of each part [T]
+        received, averaged over the query group, or None and an empty list.
+    """
+    steps, columns = query.shape[2], len(full) + sum(len(part.tokens) for part in parts)
+    chunk = max(2, SCORES_AT_ONCE // max(query.shape[0] * query.shape[1] * columns, 1))  # 1: only the newest is alone
+    if steps <= chunk:
+        return _at_once(query, full, parts, scaling, first, mask, weights, softcap, into, decay)
+    results = []
+    for at in range(0, steps, chunk):
+        piece = slice(at, at + chunk)
+        seen, share = None if mask is None else mask[:, :, piece], None if weights is None else weights[piece]
+        fading = decay if at == 0 else 1.0
+        given = scaling, first + at, seen, share, softcap, into, fading
+        results.append(_at_once(query[:, :, piece], full, parts, *given))
+    outs, fulls, bodies = zip(*results)
+    if weights is None or into:
+        return torch.cat(outs, dim=2), fulls[-1], bodies[-1]
+    add = functools.partial(functools.reduce, torch.add)
+    return torch.cat(outs, dim=2), add(fulls), [add(each) for each in zip(*bodies)]
+
+
+def _at_once(
+    query: Tensor,
+    full: FullTokens,
+    parts: Sequence[Part],
+    scaling: float,
+    first: int | Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    softcap: float | None,
+    into: Sequence[Tensor],
+    decay: float,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """All queries of ``tiered_attention`` in one call of the kernel."""
+    batch, query_heads, steps, dim = query.shape
+    heads = full.key.shape[1]
+    groups, rows = query_heads // heads, batch * heads
+    seen = None if mask is None else mask.expand(batch, -1, -1, -1)
+    bias = _full_bias(seen, full, first, steps, heads)
+    if bias is not None:
+        bias = bias.expand(batch, heads, groups, steps, -1).reshape(rows, groups * steps, -1)
+    biased = parts if seen is None else [_with_bias(part, seen, heads, groups) for part in parts]
+    key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
+    share = None if weights is None else _shares(weights, groups)
+    grouped = (query * scaling).reshape(rows, groups * steps, dim)
+    held = [state.view(rows, -1) if state.ndim > 1 else state for state in into]
+    kernel = reference.attend if gradients.needed(grouped, key, value) else pick_kernel(query.device)
+    out, mass, masses = kernel(grouped, key, value, biased, share, bias, softcap, held, decay)
+    out = out.view(batch, query_heads, steps, -1)
+    return out, None if mass is None else mass.view(batch, heads, -1), masses
+
+
+@functools.lru_cache(maxsize=8)
+def _shares(weights: Tensor, groups: int) -> Tensor:
+    """Weight [G x Q] of each query of a group. Kept, since a policy's weights are the same tensor in each step."""
+    with torch.inference_mode(False):
+        return (weights / groups).repeat(groups)
+
+
+def _full_bias(mask: Tensor | None, full: FullTokens, first: int | Tensor, steps: int, heads: int) -> Tensor | None:
+    """Additive bias [B, H or 1, G or 1, Q, n] of the full-precision tokens, or None if all are visible.
+
+    Args:
+        mask: [B, 1 or Hq, Q, S] or None = causal.
+        full: n tokens. first: slot of the first of ``steps`` queries, in all rows or [B]. heads: kv heads.
+    """
+    if mask is None and steps == 1 and not full.holes:
+        return None  # the newest token sees all
+    slots = full.slots.long()
+    hole = slots < 0
+    if mask is None:
+        since = first[:, None] if isinstance(first, Tensor) else first
+        at = (since + torch.arange(steps, device=slots.device)).view(-1, steps, 1)
+        hidden = (slots[:, None, :] > at) | hole[:, None, :]  # [B, Q, n]; stored tokens are older than any query
+        return _additive(~hidden[:, None, None]) if bool(hidden.any()) else None
+    index = slots.clamp(min=0)[:, None, None, :].expand(-1, mask.shape[1], steps, -1)
+    chosen, hole = mask.gather(-1, index), hole[:, None, None, :]
+    chosen = chosen & ~hole if chosen.dtype == torch.bool else chosen.masked_fill(hole, -math.inf)
+    return _unless_plain(chosen.unflatten(1, (heads, -1)) if mask.shape[1] > 1 else chosen[:, :, None])
+
+
+def _with_bias(part: Part, mask: Tensor, heads: int, groups: int) -> Part:
+    """The part with the bias [T, G x Q] of a mask [B, 1 or Hq, Q, S]."""
+    row, slot = part.tokens.token_row(), part.tokens.slots()
+    if mask.shape[1] > 1:
+        grouped = mask.unflatten(1, (heads, -1)).flatten(0, 1)  # [R, G, Q, S]
+        bias = _unless_plain(grouped[row, :, :, slot])  # [T, G, Q]
+    else:
+        bias = _unless_plain(mask[row // heads, 0, :, slot][:, None])
+    return part if bias is None else replace(part, bias=bias.expand(-1, groups, -1).flatten(1))
+
+
+def _unless_plain(visible: Tensor) -> Tensor | None:
+    """None for a mask that hides nothing: padding is never packed, so this is the usual case."""
+    return None if visible.dtype == torch.bool and bool(visible.all()) else _additive(visible)
+
+
+def _additive(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)

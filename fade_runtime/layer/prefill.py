@@ -1,0 +1,87 @@
+"""What a layer learns from its prompt: the policy's first statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fade_runtime.layer.attention import AttentionCall
+from fade_runtime.layer.store import TokenStore
+from fade_runtime.policies.base import Policy, Prompt
+from fade_runtime.policies.fastgen import FastGen
+from predictor import rope
+from predictor.features import attention_and_mass
+
+if TYPE_CHECKING:
+    from fade_runtime.policies.text import SeenText
+
+
+def begin(
+    policy: Policy,
+    store: TokenStore,
+    key: Tensor,
+    call: AttentionCall,
+    table: Callable[[int], rope.Table | None],
+    text: SeenText | None = None,
+    *,
+    layer: int,
+) -> Tensor | None:
+    """First statistics of the rows that begin in a call.
+
+    Args:
+        policy: says which. store: takes them; ``store.sequences`` are those after the call.
+        key: [B, H, n, D] full-precision keys. call: the prompt's.
+        table: rotary table of the first positions.
+        text: what is known of the words, for a policy that reads them, and for an assistant. layer: its index.
+
+    Returns:
+        The attention [B, Q, Hq, D] where it comes with them: on a CPU, if the policy wants what all queries see, which
+        SDPA would compute once more, all rows begin, and scores and mask are plain. None elsewhere.
+    """
+    full, sequences, query = store.full, store.sequences, call.query
+    if full.state is None:
+        return None
+    before = sequences.seen - sequences.new  # columns
+    older = len(full) - sequences.new  # of the full-precision tokens
+    fits = query.device.type == "cpu" and query.dtype == torch.float32 and not query.requires_grad
+    plain = call.softcap is None and call.mask is None and fits
+    out = None
+    if policy.whole_prompt and plain and before == 0:
+        out = query.new_zeros(*query.shape[:3], full.value.shape[3])
+    for row, begins in enumerate(sequences.begins):
+        if not begins:
+            continue
+        own = sequences.tokens_of(row, before)
+        asks, kept = _shifted(own, -before), _shifted(own, older - before)
+        given = query[row][:, asks], key[row][:, kept], full.value[row][:, kept]
+        state: Tensor | None
+        if out is not None:
+            out[row][:, asks], state = attention_and_mass(*given, call.scaling)
+        else:
+            state = policy.start(Prompt(*given, call.scaling, table, layer))
+        if state is not None:
+            state = _helped(policy, text, state, row, own)
+            full.state[row][:, kept] = state
+            if isinstance(policy, FastGen) and text is not None:
+                assert store.policies is not None
+                store.policies[row] = policy.profile(state, text.classes(sequences.seen)[row, own])
+    return None if out is None else out.transpose(1, 2)
+
+
+def _shifted(columns: slice | Tensor, by: int) -> slice | Tensor:
+    if isinstance(columns, slice):
+        return slice(columns.start + by, columns.stop + by)
+    return columns + by
+
+
+def _helped(policy: Policy, text: SeenText | None, state: Tensor, row: int, columns: slice | Tensor) -> Tensor:
+    """First statistics [H, S] of a row, fused with an assistant's if there is one."""
+    if text is None or text.assistant is None:
+        return state
+    length = state.shape[1]
+    slots = torch.arange(length, device=state.device)
+    unit = policy.score(torch.ones_like(state), slots, length, length)  # scores are linear in the state
+    return text.helped(state * unit, row, columns) / unit

@@ -1,0 +1,393 @@
+"""The tokens of one layer by tier, and how they move between tiers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+import torch
+from torch import Tensor
+
+from fade_runtime.config.config import FadeConfig
+from fade_runtime.layer.attention import FullTokens
+from fade_runtime.layer.sequences import Sequences
+from fade_runtime.storage.packed import PackedTokens, pack_tokens
+from fade_runtime.storage.spill import Spill, SpilledTokens
+from fade_runtime.storage.tiers import Tier
+from predictor.errors import FadeError
+
+if TYPE_CHECKING:
+    from fade_runtime.storage.pq import LayerCodebook, PQTokens
+
+Body = Union[PackedTokens, "PQTokens"]
+# rows, slots, statistics or None, present tiers of body tokens, each [T] -> the tiers they are to have
+Planner = Callable[[Tensor, Tensor, "Tensor | None", Tensor], Tensor]
+
+
+class _Leaving(NamedTuple):
+    """Tokens on their way out of full precision: row (batch x kv head), column, slot and statistic of each, [T]."""
+
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+    state: Tensor | None
+
+    def at(self, mask: Tensor) -> _Leaving:
+        return _Leaving(*(None if each is None else each[mask] for each in self))  # type: ignore[arg-type]
+
+
+class TokenStore:
+    """Sinks and newest tokens in full precision, the body packed or product-quantised, the rest gone.
+
+    Args:
+        config: options of the cache.
+        key, value: [B, H, Q, D] of the first tokens, for their shapes, dtype and device; they are not stored.
+        state: whether to keep a statistic for each token.
+        codebook: of the layer, for the PQ tier.
+        profiled: whether each kv head has a policy of its own (:mod:`fade_runtime.policies.fastgen`).
+        spill: where evicted tokens go, or None.
+
+    Attributes:
+        full: full-precision tokens: everything until the first compression, then sinks and newest.
+        packed: the INT4 tier and the INT2 tier.
+        pq: the PQ tier, or None if there is none.
+        policies: [B, H] int8 policy of each kv head (``fastgen.Keeps``), or None.
+        spilled: evicted tokens that can come back, or None. back: those, in the view that :meth:`whole` gives.
+        sequences: which columns are tokens of which row; a token's slot is its place among them.
+        moved: the slot up to which each row's tokens have left full precision, sinks excepted.
+        seen: columns, padding included.
+        evicted: tokens that left and are not back, over all rows.
+    """
+
+    def __init__(
+        self,
+        config: FadeConfig,
+        key: Tensor,
+        value: Tensor,
+        *,
+        state: bool,
+        codebook: LayerCodebook | None = None,
+        profiled: bool = False,
+        spill: Spill | None = None,
+    ) -> None:
+        batch, heads, _, dim = key.shape
+        if dim % 4 or value.shape[3] % 4:
+            raise FadeError(f"head dim {dim} is no multiple of 4, so that it cannot be packed; use transformers' cache")
+        slots = torch.zeros(batch, 0, dtype=torch.int32, device=key.device)
+        statistics = slots.new_zeros(batch, heads, 0, dtype=torch.float32) if state else None
+        self.config = config
+        self.full = FullTokens(key[:, :, :0], value[:, :, :0], slots, statistics)
+        self.packed = PackedTokens.empty(
+            dim, key.device, value_dim=value.shape[3], bits=config.bits, page_tokens=config.page_tokens, state=state,
+            pq=0 if codebook is None else codebook.width,
+        )  # fmt: skip
+        self.pq: PQTokens | None = None
+        if codebook is not None:
+            from fade_runtime.storage.pq import PQTokens
+
+            self.pq = PQTokens.empty(batch * heads, codebook, key.device, state=state)
+        self.policies = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
+        self.spilled = None if spill is None else SpilledTokens(spill, key.device)
+        self.back: list[Body] = []
+        self.sequences = Sequences(0, batch, key.device)
+        self.moved = [0] * batch
+        self.seen = self.evicted = 0
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return self.full.key.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Kv heads."""
+        return self.full.key.shape[1]
+
+    @property
+    def compressed(self) -> bool:
+        """Whether any token has left full precision."""
+        return self.evicted > 0 or len(self.full) < self.seen or any(len(tokens) for tokens in self.body())
+
+    def body(self) -> list[Body]:
+        """The tiers below full precision, those that exist."""
+        return [self.packed, *([] if self.pq is None else [self.pq]), *self.back]
+
+    def whole(self) -> TokenStore:
+        """A view of the same tokens with the spilled ones among them, to be read and then forgotten."""
+        view = copy.copy(self)
+        if self.spilled is not None:
+            view.back = [body for bodies in self.spilled.read() for body in bodies if len(body)]
+        return view
+
+    def restore(self, chosen: Callable[[Body], Tensor] | None = None) -> int:
+        """Bring spilled tokens back into their tiers, all or those that a function chooses; returns their number."""
+        return 0 if self.spilled is None else self.take_in(self.spilled.take(chosen))
+
+    def take_in(self, bodies: Sequence[Body]) -> int:
+        """Join tokens that were evicted to their tiers; returns their number."""
+        for body in bodies:
+            if isinstance(body, PackedTokens):
+                self.packed = self.packed.join(body)
+            elif self.pq is not None:
+                self.pq = self.pq.join(body)
+        count = sum(map(len, bodies))
+        self.evicted -= count
+        return count
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Take in the next columns [B, H, Q, D]; :meth:`tell` says which of them are tokens."""
+        full, steps = self.full, key.shape[2]
+        slots = torch.constant_pad_nd(full.slots, (0, steps), self.seen)
+        if steps > 1:
+            slots[:, -steps:] += torch.arange(steps, dtype=torch.int32, device=key.device)
+        grown = FullTokens(
+            torch.cat((full.key, key), dim=2),
+            torch.cat((full.value, value), dim=2),
+            slots,
+            None if full.state is None else torch.constant_pad_nd(full.state, (0, steps)),
+        )
+        if "holes" in vars(full):  # a new token is none
+            vars(grown)["holes"] = full.holes
+        seen = self.seen + steps
+        self.full, self.seen = grown, seen  # together, so that no interrupt comes between
+
+    def tell(self, sequences: Sequences) -> None:
+        """Say which of the newest columns are tokens, and which slots they have."""
+        self.sequences = sequences
+        if sequences.real is not None:
+            slots = self.full.slots.clone()
+            slots[:, slots.shape[1] - sequences.new :] = sequences.newest_slots().to(slots.dtype)
+            self.full = replace(self.full, slots=slots)
+
+    def take_back(self, count: int) -> tuple[Tensor, Tensor]:
+        """Forget the newest ``count`` columns, which are all in full precision; returns their keys and values."""
+        full, left = self.full, len(self.full) - count
+        taken = full.key[:, :, left:], full.value[:, :, left:]
+        keep = torch.arange(left, device=full.slots.device)
+        shorter = self._columns(keep.expand(len(full.slots), -1))
+        sequences = self.sequences.cropped(count) if self.sequences.seen == self.seen else self.sequences
+        seen = self.seen - count
+        self.full, self.sequences, self.seen = shorter, sequences, seen  # together, so that no interrupt comes between
+        return taken
+
+    def select(self, index: Tensor, sequences: Sequences) -> None:
+        """Keep rows [n] of the batch, in the given order, as often as named; ``sequences`` are theirs."""
+        full, heads = self.full, self.heads
+        state = None if full.state is None else full.state[index]
+        self.full = FullTokens(full.key[index], full.value[index], full.slots[index], state)
+        self.sequences = sequences
+        same = len(set(self.moved)) == 1  # a GPU would be waited for
+        self.moved = self.moved[:1] * len(index) if same else [self.moved[row] for row in index.tolist()]
+        self.policies = None if self.policies is None else self.policies[index]
+        rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
+        self.packed = self.packed.select_rows(rows)
+        self.pq = None if self.pq is None else self.pq.select_rows(rows)
+        if self.spilled is not None:
+            self.take_in(self.spilled.select_rows(rows))
+
+    def row(self, row: int) -> TokenStore:
+        """A copy of one row of the batch, as if it were alone; :meth:`put_statistics` takes its statistics back."""
+        view, full = copy.copy(self), self.full
+        at = self._tokens_of(row)
+        key, value = full.key[row : row + 1, :, at], full.value[row : row + 1, :, at]
+        state = None if full.state is None else full.state[row : row + 1, :, at]
+        view.full = FullTokens(key, value, full.slots[row : row + 1, at], state)
+        rows = torch.arange(row * self.heads, (row + 1) * self.heads, device=at.device)
+        view.packed = self.packed.select_rows(rows)
+        view.pq = None if self.pq is None else self.pq.select_rows(rows)
+        view.back = [tokens.select_rows(rows) for tokens in self.back]
+        view.sequences, view.spilled = self.sequences.row(row), None
+        view.seen = view.sequences.seen
+        return view
+
+    def put_statistics(self, row: int, view: TokenStore) -> None:
+        """Take over the statistics of a row's view."""
+        if self.full.state is not None and view.full.state is not None:
+            self.full.state[row][:, self._tokens_of(row)] = view.full.state[0]
+        for tokens, changed in zip(self.body(), view.body()):
+            if tokens.state is not None and changed.state is not None:
+                tokens.state[tokens.token_row() // self.heads == row] = changed.state
+
+    def _tokens_of(self, row: int) -> Tensor:
+        return (self.full.slots[row] >= 0).nonzero()[:, 0]
+
+    def waiting(self, row: int) -> int:
+        """Tokens of a row in full precision that are neither sinks nor in the window."""
+        length = self.sequences.counts[row]
+        return max(0, length - self.config.recent_window - max(self.config.n_sink, self.moved[row]))
+
+    def compress(self, due: Tensor, plan: Planner) -> None:
+        """Move what has left the window into the body, and the body's tokens to the tiers that a plan gives them.
+
+        Args:
+            due: [B] bool, rows that take part; the others stay as they are.
+            plan: decides.
+        """
+        from_recent = (self.sequences.lengths - self.config.recent_window).clamp(min=0)  # [B]
+        leaving, body = self._leaving(due, from_recent), self.body()
+        counts = [len(tokens) for tokens in body] + [len(leaving.row)]
+        rows, slots, states, here = self.body_tokens()
+        here = torch.cat((here, torch.full_like(leaving.row, Tier.INT4)))
+        state = None if states is None or leaving.state is None else torch.cat((states, leaving.state))
+        tiers = plan(torch.cat((rows, leaving.row)), torch.cat((slots, leaving.slot)), state, here)
+        gone = tiers == Tier.EVICTED
+        if self.spilled is not None and bool(gone.any()) and not self._spill(leaving, gone.split(counts)):
+            tiers = torch.where(gone, here, tiers)  # kept, since it could not be stored
+        packed_tiers, *pq_tiers, fate = tiers.split(counts)
+
+        packs = (fate == Tier.INT4) | (fate == Tier.INT2)
+        added = self._pack(leaving.at(packs), fate[packs] == Tier.INT2)
+        if self.pq is not None:
+            joins = leaving.at(fate == Tier.PQ)
+            fresh = self._codes(joins), joins.row, joins.slot, joins.state
+            self.pq = self._to_pq(packed_tiers == Tier.PQ, pq_tiers[0] == Tier.PQ, fresh)
+        if bool((packed_tiers != self.tiers(self.packed)).any()):
+            self.packed = self.packed.retier(packed_tiers)
+        self.packed = self.packed.join(added)
+        self.full = self._columns(self._staying(due, from_recent))
+        self.moved = torch.where(due, from_recent, torch.tensor(self.moved, device=due.device)).tolist()
+        self.evicted += int((tiers == Tier.EVICTED).sum())
+
+    def body_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Row, slot, statistic or None, and tier of each body token, [T] each."""
+        body = self.body()
+        states = [tokens.state for tokens in body if tokens.state is not None]
+        return (
+            torch.cat([tokens.token_row() for tokens in body]),
+            torch.cat([tokens.slots() for tokens in body]),
+            torch.cat(states) if states else None,
+            torch.cat([self.tiers(tokens) for tokens in body]),
+        )
+
+    def _leaves(self, due: Tensor, from_recent: Tensor) -> Tensor:
+        """[B, n] bool: full-precision tokens of due rows that are neither sinks nor in the window."""
+        slots = self.full.slots
+        return (slots >= self.config.n_sink) & (slots < from_recent[:, None]) & due[:, None]
+
+    def _leaving(self, due: Tensor, from_recent: Tensor) -> _Leaving:
+        """What :meth:`_leaves` says."""
+        full, columns = self.full, len(self.full)
+        leaves = self._leaves(due, from_recent)
+        row, column = leaves[:, None].expand(-1, self.heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
+        state = None if full.state is None else full.state.reshape(-1, columns)[row, column]
+        return _Leaving(row, column, full.slots[row // self.heads, column].long(), state)
+
+    def _pack(self, chosen: _Leaving, low: Tensor | None = None) -> PackedTokens:
+        """Chosen tokens in fresh pages, those of a mask in the low tier."""
+        key, value = self._values_of(chosen)
+        return pack_tokens(
+            key,
+            value,
+            chosen.row,
+            chosen.slot,
+            chosen.state,
+            low=low,
+            bits=self.config.bits,
+            pq_codes=self._codes(chosen),
+            page_tokens=self.config.page_tokens,
+        )
+
+    def _values_of(self, chosen: _Leaving) -> tuple[Tensor, Tensor]:
+        key, value = (t.flatten(0, 1)[chosen.row, chosen.column] for t in (self.full.key, self.full.value))
+        return key, value
+
+    def _codes(self, chosen: _Leaving) -> Tensor | None:
+        """Product-quantised form [T, n] of chosen tokens, if there is a PQ tier."""
+        return None if self.pq is None else self.pq.codebook.encode(*self._values_of(chosen))
+
+    def _spill(self, leaving: _Leaving, gone: Sequence[Tensor]) -> bool:
+        """Store what is to be evicted, by masks of each body tier and of what leaves; whether that was possible."""
+        assert self.spilled is not None
+        *old, new = gone
+        away: list[Any] = [tokens.keep(mask) for tokens, mask in zip(self.body(), old)]
+        away[0] = away[0].join(self._pack(leaving.at(new)))
+        return self.spilled.add(away)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every stored tensor by its name: "policies"; ``full.``, ``packed.``, ``pq.`` and field."""
+        full = {name: tensor for name, tensor in vars(self.full).items() if isinstance(tensor, Tensor)}
+        parts = {
+            "full": full,
+            "packed": self.packed.tensors(),
+            "pq": {} if self.pq is None else self.pq.tensors(),
+        }
+        found = {f"{part}.{name}": tensor for part, stored in parts.items() for name, tensor in stored.items()}
+        return found if self.policies is None else {**found, "policies": self.policies}
+
+    def counts(self) -> dict[str, int]:
+        """Tokens in each tier, summed over rows; padding is no token."""
+        low, real = len(self.packed.low_key_codes), self.full.slots >= 0
+        kept = {
+            "FP16": int(real.sum()) * self.heads,
+            "INT4": len(self.packed) - low,
+            "INT2": low,
+            "PQ": 0 if self.pq is None else len(self.pq),
+        }
+        return {**kept, "EVICTED": sum(self.sequences.counts) * self.heads - sum(kept.values())}
+
+    def body_size(self) -> tuple[int, int]:
+        """Tokens of the body and the bytes that they take."""
+        stored = [tensor for tokens in self.body() for tensor in tokens.tensors().values()]
+        return sum(len(tokens) for tokens in self.body()), sum(t.untyped_storage().nbytes() for t in stored)
+
+    def widths(self) -> tuple[int, int, float]:
+        """Numbers of a key and a value together, bytes of each in full precision, bytes of both as INT4 codes."""
+        key, value, bits = self.full.key, self.full.value, self.config.bits
+        codes = (key.shape[3] * bits.key + value.shape[3] * bits.value) / 8
+        return key.shape[3] + value.shape[3], key.element_size(), codes
+
+    def tiers(self, tokens: Body) -> Tensor:
+        """[T] int64 tier of each body token."""
+        if isinstance(tokens, PackedTokens):
+            return torch.where(tokens.low(), int(Tier.INT2), int(Tier.INT4))
+        return torch.full_like(tokens.slots(), Tier.PQ)
+
+    def _to_pq(
+        self,
+        demoted: Tensor,
+        kept: Tensor,
+        fresh: tuple[Tensor | None, Tensor, Tensor, Tensor | None],
+    ) -> PQTokens:
+        """The PQ tier with what is demoted to it from the packed tokens, and what joins it from full precision."""
+        from fade_runtime.storage.pq import PQTokens
+
+        assert self.pq is not None
+        packed = self.packed
+        ours = (packed.pq_codes, packed.token_row(), packed.slots(), packed.state)
+        old = self.pq.keep(kept)
+        everything = torch.ones_like(fresh[1], dtype=torch.bool)
+        for (codes, row, slot, state), chosen in ((ours, demoted), (fresh, everything)):
+            assert codes is not None
+            more = PQTokens.make(
+                codes[chosen],
+                row[chosen],
+                slot[chosen],
+                count=len(self.pq.row_len),
+                codebook=self.pq.codebook,
+                state=None if state is None else state[chosen],
+            )
+            old = old.join(more)
+        return old
+
+    def _staying(self, due: Tensor, from_recent: Tensor) -> Tensor:
+        """Columns [B, n] of the full-precision tokens that stay, in order; -1 where a row has fewer than others."""
+        stays = (self.full.slots >= 0) & ~self._leaves(due, from_recent)
+        most = int(stays.sum(1).max())
+        order = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+        return torch.where(stays.gather(1, order), order, -1)
+
+    def _columns(self, columns: Tensor) -> FullTokens:
+        """Full-precision tokens at ``columns`` [B, n] (-1: a hole), copied."""
+        full, index = self.full, columns.clamp(min=0)
+        wide = index[:, None, :, None].expand(-1, self.heads, -1, -1)
+        key, value = (t.gather(2, wide.expand(-1, -1, -1, t.shape[3])) for t in (full.key, full.value))
+        slots = full.slots.gather(1, index).masked_fill(columns < 0, -1)
+        state = None if full.state is None else full.state.gather(2, wide[..., 0])
+        return FullTokens(key, value, slots, state)
+
+    def set_newest_keys(self, key: Tensor) -> None:
+        """Replace the keys of the newest tokens by [B, H, Q, D]."""
+        older = self.full.key[:, :, : len(self.full) - key.shape[2]]
+        self.full = replace(self.full, key=torch.cat((older, key.to(older.dtype)), dim=2))

@@ -1,0 +1,369 @@
+"""Product quantisation: a token in a few bytes, each the number of a centroid for one part of its key or value.
+
+Keys are coded un-rotated, so that one codebook serves all positions. Codebooks belong to one language model; they are
+trained by `python -m pipelines.train_codebook` and stored as safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from fade_runtime import transformers_api as hf
+from predictor.errors import FadeError
+from predictor.provenance import check_provenance, head_dim
+from predictor.sealed import Header, Sealed
+
+VERSION = 2  # 1 had no checksum over codebook.json
+WEIGHTS, FACTS = "codebook.safetensors", "codebook.json"
+DISTANCE_BYTES = 16 << 20  # what encoding may take for distances at a time
+MAX_ITER = 25  # of k-means: more changes the error by less than 1 %
+MOST_LAYERS = 10_000  # of a language model
+REMEDY = "train one for this model with `python -m pipelines.train_codebook`"
+CODEBOOK = Sealed(
+    "codebook",
+    FACTS,
+    WEIGHTS,
+    version=VERSION,
+    oldest=1,
+    sealed_since=2,
+    remedy=f"fetch it again, or {REMEDY}",
+    absent=REMEDY,
+)
+
+
+@dataclass(frozen=True)
+class PQCodebook:
+    """Centroids for each part of a vector.
+
+    Source: Jegou et al. 2011, Product quantization for nearest neighbor search (IEEE TPAMI 33:1), section II.B.
+
+    Attributes:
+        centroids: [n_sub, C, sub_dim] float16; C is at most 256, so that a code is one byte.
+
+    Example:
+        >>> vectors = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
+        >>> book = PQCodebook.train(vectors, sub_dim=4, num_centroids=16)
+        >>> codes = book.encode(vectors)
+        >>> codes.shape, codes.dtype, bool((book.decode(codes) - vectors).square().mean() < 0.5)
+        (torch.Size([300, 2]), torch.uint8, True)
+    """
+
+    centroids: Tensor
+
+    @classmethod
+    def train(cls, vectors: Tensor, sub_dim: int = 32, num_centroids: int = 256, seed: int = 0) -> PQCodebook:
+        """Cluster each part of the vectors by k-means (scikit-learn).
+
+        Args:
+            vectors: [T, D] in any float dtype, at least one for each centroid.
+            sub_dim: channels of a part; D / sub_dim bytes for each vector.
+            num_centroids: of each part, 2 to 256.
+            seed: of the first centroids; the same seed gives the same codebook.
+
+        Raises:
+            FadeError: sizes that do not fit, too few vectors, or numbers that are not finite in float16.
+        """
+        from sklearn.cluster import KMeans
+
+        count, dim = vectors.shape
+        check_sizes(dim, sub_dim, num_centroids)
+        if count < num_centroids:
+            raise FadeError(
+                f"{count} vectors are too few for num_centroids {num_centroids}; give more text, or lower it"
+            )
+        if not bool(vectors.half().isfinite().all()):
+            raise FadeError("a codebook cannot be trained on NaN, or numbers beyond float16; check the model's dtype")
+        means = KMeans(num_centroids, init="random", n_init=1, max_iter=MAX_ITER, random_state=seed)
+        parts = vectors.float().cpu().unflatten(1, (-1, sub_dim)).unbind(1)
+        found = [torch.from_numpy(means.fit(part.contiguous().numpy()).cluster_centers_) for part in parts]
+        return cls(torch.stack(found).half())
+
+    @property
+    def dim(self) -> int:
+        """Channels of the vectors that are coded."""
+        return self.centroids.shape[0] * self.centroids.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Bytes of a code."""
+        return self.centroids.shape[0]
+
+    def encode(self, vectors: Tensor) -> Tensor:
+        """Number of the nearest centroid of each part: [..., D] to [..., n_sub] uint8.
+
+        Raises:
+            FadeError: vectors of another head dim.
+        """
+        if vectors.shape[-1] != self.dim:
+            raise FadeError(_other_dim("the codebook", self.dim, vectors.shape[-1]))
+        parts, size, sub_dim = self.centroids.shape
+        centroids = self.centroids.float().transpose(1, 2)  # [n_sub, sub_dim, C]
+        less = -centroids.square().sum(1, keepdim=True) / 2  # nearest: the largest x c - c c / 2
+        flat = vectors.reshape(-1, parts, sub_dim)
+        codes = torch.empty(flat.shape[:2], dtype=torch.uint8, device=flat.device)
+        step = max(1, DISTANCE_BYTES // (4 * parts * size))
+        for at in range(0, len(flat), step):
+            some = flat[at : at + step].float().transpose(0, 1)  # [n_sub, t, sub_dim]
+            codes[at : at + step] = torch.baddbmm(less, some, centroids).argmax(-1).T
+        return codes.view(*vectors.shape[:-1], parts)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The centroids that codes [..., n_sub] stand for: [..., D] float32."""
+        parts, size, sub_dim = self.centroids.shape
+        first = torch.arange(0, parts * size, size, dtype=torch.int32, device=codes.device)  # row of a part's first
+        return embedding(codes + first, self.centroids.view(-1, sub_dim)).flatten(-2).float()
+
+
+@dataclass(frozen=True)
+class LayerCodebook:
+    """The codebooks of one layer, which its kv heads share."""
+
+    key: PQCodebook
+    value: PQCodebook
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token: first those of its key, then those of its value."""
+        return self.key.width + self.value.width
+
+    def encode(self, key: Tensor, value: Tensor) -> Tensor:
+        """Code tokens: un-rotated keys [T, D] and values [T, D] to [T, width] uint8."""
+        return torch.cat((self.key.encode(key), self.value.encode(value)), dim=-1)
+
+    def tensors(self) -> list[Tensor]:
+        """Centroids of keys, then of values."""
+        return [self.key.centroids, self.value.centroids]
+
+    def to(self, device: torch.device | str) -> LayerCodebook:
+        """The same codebooks on a device."""
+        return LayerCodebook(*(PQCodebook(centroids.to(device)) for centroids in self.tensors()))
+
+
+@dataclass(frozen=True)
+class PQTokens:
+    """Product-quantised tokens of all rows (batch x kv head), row after row.
+
+    Attributes:
+        codes: [T, width] uint8. slot: [T] logical slots, in the smaller of int16 and int32 that holds them.
+        row_len: [R] int32 tokens of each row.
+        codebook: of the layer.
+        state: [T] float32 statistics of the policy, or None.
+    """
+
+    codes: Tensor
+    slot: Tensor
+    row_len: Tensor
+    codebook: LayerCodebook
+    state: Tensor | None = None
+
+    @classmethod
+    def empty(cls, rows: int, codebook: LayerCodebook, device: torch.device, *, state: bool) -> PQTokens:
+        """No tokens in ``rows`` rows, with or without statistics."""
+        codes = torch.zeros(0, codebook.width, dtype=torch.uint8, device=device)
+        none = torch.zeros(0, dtype=torch.long, device=device)
+        return cls.make(codes, none, none, rows, codebook, none.float() if state else None)
+
+    @classmethod
+    def make(
+        cls,
+        codes: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        count: int,
+        codebook: LayerCodebook,
+        state: Tensor | None,
+    ) -> PQTokens:
+        """Put coded tokens into ``count`` rows.
+
+        Args:
+            codes: [T, width] uint8. rows: [T] sorted ascending. slots: [T]. state: [T] statistics or None.
+            count: R. codebook: what the codes are of.
+        """
+        row_len = torch.bincount(rows, minlength=count).to(torch.int32)
+        short = not len(slots) or int(slots.max()) <= torch.iinfo(torch.int16).max
+        return cls(codes, slots.to(torch.int16 if short else torch.int32), row_len, codebook, state)
+
+    def __len__(self) -> int:
+        """Tokens over all rows."""
+        return self.codes.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every stored tensor by its name; the codebook, which all tokens of the layer share, is not among them."""
+        stored = {"codes": self.codes, "slot": self.slot, "row_len": self.row_len, "state": self.state}
+        return {name: tensor for name, tensor in stored.items() if tensor is not None}
+
+    def token_row(self) -> Tensor:
+        """[T] int64: the row of each token."""
+        rows = torch.arange(len(self.row_len), device=self.row_len.device)
+        return rows.repeat_interleave(self.row_len.long(), output_size=len(self))
+
+    def slots(self) -> Tensor:
+        """[T] int64: the logical slot of each token."""
+        return self.slot.long()
+
+    def decode_keys(self, tokens: slice) -> Tensor:
+        """Un-rotated keys [t, D] float32."""
+        return self.codebook.key.decode(self.codes[tokens, : self.codebook.key.width])
+
+    def decode_values(self, tokens: slice) -> Tensor:
+        """Values [t, D] float32."""
+        return self.codebook.value.decode(self.codes[tokens, self.codebook.key.width :])
+
+    def keep(self, kept: Tensor) -> PQTokens:
+        """Return the tokens of a [T] bool mask."""
+        row_len = torch.bincount(self.token_row()[kept], minlength=len(self.row_len))
+        return self._take(kept, row_len)
+
+    def select_rows(self, rows: Tensor) -> PQTokens:
+        """Return rows by index, in the given order and as often as named (beam search, batch selection)."""
+        old, new = self.row_len.long(), self.row_len.long()[rows]
+        begins = (old.cumsum(0) - old)[rows] - (new.cumsum(0) - new)  # [R'] how far a row's tokens move
+        index = torch.arange(int(new.sum()), device=new.device)
+        return self._take(index + begins.repeat_interleave(new), new)
+
+    def join(self, other: PQTokens) -> PQTokens:
+        """Return the union: within each row the tokens of ``self`` first, then those of ``other``."""
+        order = torch.cat((self.token_row(), other.token_row())).argsort(stable=True)
+        slot = torch.cat((self.slot, other.slot))  # in the wider type of both
+        state = None
+        if self.state is not None and other.state is not None:
+            state = torch.cat((self.state, other.state))
+        codes = torch.cat((self.codes, other.codes))
+        return replace(self, codes=codes, slot=slot, state=state)._take(order, self.row_len + other.row_len)
+
+    def _take(self, index: Tensor, row_len: Tensor) -> PQTokens:
+        """Tokens by index or mask, which leaves ``row_len`` of them in each row."""
+        state = None if self.state is None else self.state[index]
+        return PQTokens(self.codes[index], self.slot[index], row_len.to(torch.int32), self.codebook, state)
+
+
+@dataclass(frozen=True)
+class CodebookSet:
+    """The codebooks of a language model.
+
+    Attributes:
+        layers: one for each layer of the model's cache, None for a layer that is not tiered.
+        provenance: the model (:func:`predictor.provenance.model_provenance`).
+        facts: JSON-able facts about the training.
+        name: how messages call it.
+    """
+
+    layers: Sequence[LayerCodebook | None]
+    provenance: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "(not saved)"
+
+    def tensors(self) -> list[Tensor]:
+        """Every stored tensor."""
+        return [tensor for layer in self.layers if layer is not None for tensor in layer.tensors()]
+
+    def to(self, device: torch.device | str) -> CodebookSet:
+        """The same codebooks on a device."""
+        return replace(self, layers=[None if layer is None else layer.to(device) for layer in self.layers])
+
+    def check(self, model: Any, strict: bool = True) -> None:
+        """Hold the codebooks to the model they are to be used with.
+
+        Args:
+            model: a causal language model. strict: refuse another model of the same shape; with False, warn.
+
+        Raises:
+            FadeError: another head dim or other layers; with ``strict``, any other model.
+        """
+        config = hf.text_config(model)
+        covered = [layer is not None for layer in self.layers]
+        tiered = [hf.can_tier(layer) for layer in hf.stock_layers(config)]
+        if covered != tiered:
+            raise FadeError(
+                f"codebook {self.name} covers {sum(covered)} of {len(covered)} layers, the model's cache can tier "
+                f"{sum(tiered)} of {len(tiered)}; {REMEDY}"
+            )
+        for index, layer in enumerate(self.layers):
+            here = head_dim(config.per_layer_config[index])  # Gemma 4's full attention has its own
+            for book in () if layer is None else (layer.key, layer.value):
+                if book.dim != here:
+                    raise FadeError(_other_dim(f"codebook {self.name}", book.dim, here))
+        try:
+            check_provenance(dict(self.provenance), model, f"codebook {self.name}")
+        except FadeError as error:
+            if strict:
+                raise
+            warnings.warn(f"{error} (allowed by strict=False)", stacklevel=2)
+
+    def save(self, path: str | Path) -> Path:
+        """Write a directory, whole or not at all; codebooks that are at ``path`` are replaced.
+
+        Raises:
+            FadeError: something else is at ``path``.
+        """
+        stored = {
+            f"{index}.{part}": getattr(layer, part).centroids
+            for index, layer in enumerate(self.layers)
+            if layer is not None
+            for part in ("key", "value")
+        }
+        facts = {
+            "layers": len(self.layers),
+            "shapes": {name: list(tensor.shape) for name, tensor in stored.items()},
+            "provenance": dict(self.provenance),
+            "facts": dict(self.facts),
+        }
+        return CODEBOOK.write(Path(path), facts, stored)
+
+
+def load_codebook(path: str | Path) -> CodebookSet:
+    """Read the codebooks that :meth:`CodebookSet.save` wrote, and verify them.
+
+    Raises:
+        FadeError: not there, damaged, or written by a newer release.
+    """
+    path, name = Path(path), str(path)
+    stored = CODEBOOK.read_facts(path, name)
+    try:
+        layers, provenance, facts = range(stored["layers"]), dict(stored["provenance"]), dict(stored["facts"])
+        shapes = {each: tuple(shape) for each, shape in stored["shapes"].items()}
+        if not 0 < len(layers) <= MOST_LAYERS:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CODEBOOK.damaged(name, f"{FACTS} is not what was written") from error
+
+    def check(found: Header) -> None:
+        in_pairs = {f"{index}.{part}" for index in layers if f"{index}.key" in shapes for part in ("key", "value")}
+        if {each: shape for each, (_, shape) in found.items()} != shapes or set(shapes) != in_pairs:
+            raise CODEBOOK.damaged(name, f"{WEIGHTS} does not hold the shapes that {FACTS} names")
+
+    tensors = CODEBOOK.read_tensors(path, name, stored, check)
+    if not all(tensor.ndim == 3 and bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise CODEBOOK.damaged(name, f"{WEIGHTS} does not hold finite centroids")
+    return CodebookSet([_layer(tensors, index) for index in layers], provenance, facts, name)
+
+
+def _layer(tensors: dict[str, Tensor], index: int) -> LayerCodebook | None:
+    if f"{index}.key" not in tensors:
+        return None
+    return LayerCodebook(PQCodebook(tensors[f"{index}.key"]), PQCodebook(tensors[f"{index}.value"]))
+
+
+def _other_dim(what: str, made: int, here: int) -> str:
+    return f"{what} is for head dim {made}, the model has {here}; {REMEDY}"
+
+
+def check_sizes(dim: int, sub_dim: int, num_centroids: int) -> None:
+    """Refuse sizes that vectors of a head dim cannot be coded with.
+
+    Raises:
+        FadeError: names the size.
+    """
+    if sub_dim < 1 or dim % sub_dim:
+        divisors = ", ".join(str(size) for size in range(1, dim + 1) if dim % size == 0)
+        raise FadeError(f"sub_dim {sub_dim} does not divide head dim {dim}; use one of {divisors}")
+    if not 2 <= num_centroids <= 256:
+        raise FadeError(f"num_centroids {num_centroids} is not between 2 and 256; a code is one byte")

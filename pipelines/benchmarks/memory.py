@@ -1,0 +1,198 @@
+"""`python -m pipelines.bench memory`: the most memory that a whole run takes with each cache."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pipelines import cli
+from pipelines.benchmarks.ledger import quantiles, ratio, record
+from predictor.errors import FadeError
+
+if TYPE_CHECKING:
+    from fade_runtime import FadeConfig
+
+STOCK = "stock"
+METHODS = (STOCK, "safe", "h2o", "learned")
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+MIB = 2**20
+
+
+def memory(
+    model: str = "artefacts/models/smollm2-135m-instruct",
+    predictor: str | None = None,
+    contexts: list[int] = [2048],  # noqa: B006
+    new_tokens: int = 64,
+    repeats: int = 1,
+    budget: float = 0.25,
+    dtype: str = "float32",
+    threads: int = 1,
+    out: str | None = None,
+    ledger: str | None = None,
+) -> None:
+    """Run `generate` on a long prompt with each cache, in a process of its own, and print the peak of its memory.
+
+    The peak is that of the resident set (VmHWM), cleared after the model is loaded and has run once: so "peak" is the
+    whole process less what loading took for a moment, and "over the model" is what prompt, cache and decoding added to
+    the model at rest. Activations of the prompt are part of it and are the same with every cache. The first new token
+    must be stock's, or nothing is printed. Caches: stock (DynamicCache), safe (all in 4 bits), h2o, and learned with a
+    predictor. Needs Linux.
+
+    Args:
+        model: directory or hub id of a causal language model.
+        predictor: bundle directory, `models:/NAME@alias` or hub id; adds the learned cache.
+        contexts: tokens of the prompt, which are random.
+        new_tokens: tokens generated after it.
+        repeats: processes for each cache, in turn; the median is printed.
+        budget: share of the context that evicting caches keep.
+        dtype: float32, bfloat16 or float16.
+        threads: of torch.
+        out: JSON lines file to add the rows to.
+        ledger: CSV file to add the rows to, for `pipelines.bench compare`.
+    """
+    from pipelines.evaluation.report import add_jsonl, machine
+
+    numbers = ("new_tokens", new_tokens), ("repeats", repeats), ("threads", threads)
+    cli.at_least_one(*numbers, ("contexts", min(contexts, default=0)))
+    if not CLEAR.exists():
+        raise FadeError(f"memory is read from {STATUS}, which this system lacks; run it on Linux")
+    shared = {"model": model, "predictor": predictor, "budget": budget, "dtype": dtype, "threads": threads}
+    methods = [name for name in METHODS if name != "learned" or predictor is not None]
+    rows = []
+    for context in contexts:
+        asked = {**shared, "context": context, "new_tokens": new_tokens}
+        runs = [[_in_process({**asked, "method": name}) for name in methods] for _ in range(repeats)]
+        rows += _rows(context, methods, runs)
+    if out is not None:
+        add_jsonl(Path(out), [{**row, "model": Path(model).name, "dtype": dtype, **machine()} for row in rows])
+    for what in ("peak", "added"):
+        named = {"bench": f"memory {what}", "unit": "bytes", "baseline": STOCK, "threads": threads}
+        record(
+            ledger,
+            [{**row, **named, **row[f"{what}_spread"], "ratio": row[f"{what}_of_stock"]} for row in rows],
+            model=f"{Path(model).name} {dtype}",
+        )
+    print(f"{'prompt':>8} {'cache':<8} {'peak, MiB':>10} {'of stock':>9} {'over the model, MiB':>20} {'of stock':>9}")
+    for row in rows:
+        peak, added = (_times(row[f"{what}_of_stock"]) for what in ("peak", "added"))
+        print(
+            f"{row['context']:>8,} {row['method']:<8} {row['peak'] / MIB:>10.0f} {peak} "
+            f"{row['added'] / MIB:>20.1f} {added}"
+        )
+
+
+def _times(x: float | None) -> str:
+    return f"{'-':>9}" if x is None else f"{x:>8.3f}x"
+
+
+def _rows(context: int, methods: Sequence[str], runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Medians over repeats, beside stock's, which comes first; None beside a stock that added nothing."""
+    for run in runs:
+        for name, one in zip(methods, run):
+            if one["first"] != run[0]["first"]:
+                raise FadeError(
+                    f"prompt of {context} tokens: {name} begins with token {one['first']}, {STOCK} with "
+                    f"{run[0]['first']}; no memory is shown"
+                )
+    rows: list[dict[str, Any]] = []
+    for name, *each in zip(methods, *runs):
+        row = {key: median(one[key] for one in each) for key in ("peak", "added", "resting")}
+        stock = rows[0] if rows else row
+        ratios = {f"{key}_of_stock": ratio(row[key], stock[key]) for key in ("peak", "added")}
+        spreads = {f"{key}_spread": quantiles([one[key] for one in each]) for key in ("peak", "added")}
+        rows.append({"bench": "memory", "context": context, "method": name, **row, **ratios, **spreads})
+    return rows
+
+
+def _in_process(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure one cache in a new process.
+
+    Raises:
+        FadeError: the process failed; with its last line.
+    """
+    words = [sys.executable, "-m", "pipelines.benchmarks.memory", "--one", json.dumps(asked)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise FadeError(f"{asked['method']} at {asked['context']} tokens: {said.removeprefix('error: ')}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_one(asked: dict[str, Any]) -> dict[str, Any]:
+    """Generate with one cache in this process.
+
+    Args:
+        asked: model, dtype, threads, method, predictor, budget, context, new_tokens.
+
+    Returns:
+        resting: bytes of the process before; peak: the most while generating; added: their difference, which is 0 where
+        memory that was there already sufficed; first: the first new token.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    from data.lm import load_lm
+    from fade_runtime import create_tiered_cache
+
+    torch.set_num_threads(asked["threads"])
+    lm, _ = load_lm(asked["model"], asked["dtype"])
+    config = _config(asked["method"], asked["budget"], asked["predictor"])
+
+    def generate(length: int, count: int) -> int:
+        cache = DynamicCache(config=lm.config) if config is None else create_tiered_cache(lm, config)
+        prompt = torch.randint(
+            lm.config.get_text_config().vocab_size,
+            (1, length),
+            generator=torch.Generator().manual_seed(length),
+        )
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        new = lm.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
+        return int(new[0, length])
+
+    generate(WARM, 2)  # libraries, thread pools and kernels come now
+    CLEAR.write_text("5")
+    resting = status_bytes("VmRSS")
+    first = generate(asked["context"], asked["new_tokens"])
+    peak = max(status_bytes("VmHWM"), resting)  # the mark is kept from counters that lag behind, and may lie below
+    return {"resting": resting, "peak": peak, "added": peak - resting, "first": first}
+
+
+WARM = 100  # tokens of the prompt that warms up: more than sinks and window, so that something is packed
+
+
+def _config(method: str, budget: float, predictor: str | None) -> FadeConfig | None:
+    from fade_runtime import FadeConfig
+
+    if method == STOCK:
+        return None
+    if method == "safe":
+        return FadeConfig.safe()
+    return FadeConfig(int4_budget=budget, eviction_policy=method, predictor=predictor)
+
+
+def status_bytes(field: str) -> int:
+    """A field of this process's status, in bytes: VmRSS is resident now, VmHWM the most since it was cleared.
+
+    Example:
+        >>> status_bytes("VmHWM") >= status_bytes("VmRSS") > 0
+        True
+    """
+    found = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(found[0].split()[1]) * 1024
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; `--one` measures one cache and prints JSON, for the command itself."""
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["--one"]:
+        return cli.guarded(lambda words: print(json.dumps(measure_one(json.loads(words[1])))), given)
+    return cli.run(memory, given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""How many documents head budgets need, how stable they are, and what their target is worth.
+
+`python -m pipelines.budget_study --traces artefacts/traces/full`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.cli import run
+from predictor.budgets import SHARES, HeadBudgets, learn_budgets
+from predictor.errors import FadeError
+from predictor.headboard import lost_when_kept
+from predictor.nets import ScoreNet, TokenMLP
+from predictor.scoreboard import token_scores
+
+
+def study(
+    traces: str = "artefacts/traces/full",
+    predictor: str | None = None,
+    sizes: list[int] = [3, 10, 30, 100],  # noqa: B006
+    budgets: list[float] = [0.25, 0.125],  # noqa: B006
+    parts: int = 3,
+    out: str | None = None,
+) -> None:
+    """Learn head budgets from more and more training documents and see what they lose on validation documents.
+
+    Prints for each number of documents the attention that the validation documents would lose, head budgets learned
+    for the worst step (max), for the sum over steps, and the same budget for all heads (uniform); then how much the
+    budgets of disjoint sets of training documents agree.
+
+    Args:
+        traces: folder of a collection.
+        predictor: bundle, reference or shipped name whose scores rank the tokens; null for the closed form.
+        sizes: numbers of training documents; those above what the collection has become all of it.
+        budgets: kept shares of the context, besides sinks and window.
+        parts: disjoint sets of training documents that are compared with each other.
+        out: Markdown file to write the tables to.
+    """
+    from data.datamodule import TraceDataModule
+    from predictor.files import write_aside
+    from predictor.registry import load_predictor
+
+    net = TokenMLP() if predictor is None else load_predictor(predictor).net
+    module = TraceDataModule(traces)
+    module.setup("fit")
+    known = module.traces.manifest["documents"]
+    train = [index for index, document in enumerate(known) if document["split"] == "train"]
+    if len(train) < parts or parts < 2:
+        raise FadeError(f"parts {parts} cannot be made of {len(train)} training documents; use 2 or more, up to those")
+    rows = _Rows(module, net)
+    drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    order = [train[index] for index in drawn]
+    validation = rows.read("validation")
+    text = [f"# Head budgets of {traces}", "", *size_table(rows, order, validation, sizes, budgets), ""]
+    text += stability(rows, [order[part::parts] for part in range(parts)], budgets)
+    print("\n".join(text))
+    if out is not None:
+        with write_aside(Path(out)) as aside:
+            aside.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+class _Rows:
+    """Batches of a collection with their scores, computed once."""
+
+    def __init__(self, module: Any, net: ScoreNet) -> None:
+        self.module, self.net = module, net
+        self._train = self.read("train")
+
+    def train(self, documents: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """Rows of these training documents."""
+        wanted = torch.tensor(documents)
+        for batch in self._train:
+            chosen = torch.isin(batch["doc"], wanted)
+            if bool(chosen.any()):
+                yield {name: tensor[chosen] for name, tensor in batch.items()}
+
+    def read(self, split: str) -> list[dict[str, Tensor]]:
+        """All batches of a split."""
+        from tqdm import tqdm
+
+        loader = self.module.train_dataloader() if split == "train" else self.module.val_dataloader()
+        return [self._slim(batch) for batch in tqdm(loader, desc=f"Reading {split} rows", unit="batch")]
+
+    def _slim(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        wanted = ("target_max", "target_sum", "eligible", "length", "layer", "head", "doc")
+        half = {name: batch[name].half() if name.startswith("target") else batch[name] for name in wanted}
+        return {**half, "scores": token_scores(self.net, batch)}
+
+
+def learned(rows: Iterator[dict[str, Tensor]], target: str = "target_max") -> HeadBudgets:
+    """Head budgets from rows that bring their scores."""
+    full = ({**batch, target: batch[target].float()} for batch in rows)
+    return learn_budgets(lambda batch: batch["scores"], full, target)
+
+
+def expected_loss(shares: Sequence[Sequence[float]], batches: Sequence[dict[str, Tensor]]) -> float:
+    """Attention lost at the worst step, averaged over rows, when each kv head keeps its share.
+
+    Args:
+        shares: for each layer, one share of the context for each kv head.
+        batches: rows with ``scores``, ``target_max``, ``eligible``, ``length``, ``layer`` and ``head``.
+
+    Example:
+        >>> yes, target = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+        >>> row = {"scores": target, "target_max": target, "eligible": yes, "length": torch.tensor([4]),
+        ...        "layer": torch.tensor([0]), "head": torch.tensor([0])}
+        >>> round(expected_loss([[0.5]], [row]), 4)
+        0.3
+    """
+    lost = torch.cat([lost_when_kept([shares], batch["scores"], batch) for batch in batches])
+    return float(lost.double().mean())
+
+
+def size_table(
+    rows: _Rows,
+    order: Sequence[int],
+    validation: Sequence[dict[str, Tensor]],
+    sizes: Sequence[int],
+    budgets: Sequence[float],
+) -> list[str]:
+    """Expected loss on validation documents by number of training documents, as Markdown."""
+    lines = ["Attention lost at the worst step on validation documents, mean of all heads:", ""]
+    heads = [f"{kind} {budget}" for budget in budgets for kind in ("uniform", "sum", "max")]
+    lines += ["| documents | " + " | ".join(heads) + " |", "|---:" * (len(heads) + 1) + "|"]
+    for size in sorted({min(size, len(order)) for size in sizes}):
+        tables = {kind: learned(rows.train(order[:size]), f"target_{kind}") for kind in ("sum", "max")}
+        cells = []
+        for budget in budgets:
+            layers, count, _ = tables["max"].lost.shape
+            cells.append(expected_loss([[budget] * count] * layers, validation))
+            cells += [expected_loss(tables[kind].allocate(budget), validation) for kind in ("sum", "max")]
+        lines.append(f"| {size} | " + " | ".join(f"{cell:.4f}" for cell in cells) + " |")
+    return lines
+
+
+def stability(rows: _Rows, sets: Sequence[Sequence[int]], budgets: Sequence[float]) -> list[str]:
+    """Agreement of the budgets that disjoint sets of documents give, as Markdown.
+
+    Source: Spearman 1904, rank correlation, by scipy.
+    """
+    from scipy.stats import spearmanr
+
+    tables = [learned(rows.train(documents)) for documents in sets]
+    pairs = [(a, b) for i, a in enumerate(tables) for b in tables[i + 1 :]]
+    lines = [
+        f"Smallest rank correlation between any two of {len(sets)} disjoint sets of {min(map(len, sets))} documents:",
+        "",
+    ]
+    at = {share: index for index, share in enumerate(SHARES)}
+    lost = min(
+        float(spearmanr(a.lost[..., at[0.11]].flatten(), b.lost[..., at[0.11]].flatten()).statistic) for a, b in pairs
+    )
+    lines.append(f"- attention lost when 11 % is kept: {lost:.3f}")
+    for budget in budgets:
+        shares = lambda table, budget=budget: torch.tensor(table.allocate(budget)).flatten()
+        least = min(float(spearmanr(shares(a), shares(b)).statistic) for a, b in pairs)
+        lines.append(f"- share of each kv head when {budget} is kept: {least:.3f}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(run(study))

@@ -1,0 +1,129 @@
+"""The texts that caches are measured on: none of them was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from predictor.errors import FadeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from data.text import Document
+
+GENERATED = "generated:"  # texts of :mod:`pipelines.evaluation.tasks.recall`
+
+
+@dataclass
+class HeldOut:
+    """A text to measure on: its id, its source, and its first tokens [1, context + steps]."""
+
+    id: str
+    source: str
+    tokens: Tensor
+
+
+def choose_texts(
+    traces: Any,
+    sources: Sequence[str] | Mapping[str, Sequence[str]],
+    documents: int,
+    context: int,
+    steps: int,
+    tokenizer: Any,
+) -> list[HeldOut]:
+    """Validation documents of a trace collection, or texts from elsewhere; from named sources so many of each.
+
+    Raises:
+        FadeError: too few or too short documents, or text that is not what the traces were collected from.
+    """
+    import torch
+
+    from data.lm import encode
+
+    length, made = context + steps, []
+    if traces is not None:
+        found = _validation_documents(traces, documents, tokenizer)
+    elif isinstance(sources, Mapping):
+        found = []
+        for name, places in sources.items():
+            generated = [place for place in places if place.startswith(GENERATED)]
+            files = [place for place in places if place not in generated]
+            if files:
+                read = _read(_files(files), documents, length, tokenizer)
+                found += [replace(document, source=name) for document in read]
+            else:
+                made += _generated(name, generated, documents, context, steps, tokenizer)
+    else:
+        found = _read(sources, documents, length, tokenizer)
+    chosen = []
+    for document in found:
+        tokens = torch.tensor(encode(tokenizer, document.text)[:length])[None]
+        if tokens.shape[1] < length:
+            raise FadeError(
+                f"document {document.id} has {tokens.shape[1]} tokens, context + steps is {length}; "
+                "lower context or steps"
+            )
+        chosen.append(HeldOut(document.id, document.source, tokens))
+    return chosen + made
+
+
+def _generated(
+    source: str, places: Sequence[str], documents: int, context: int, steps: int, tokenizer: Any
+) -> list[HeldOut]:
+    """Records of which parts come again, of each kind in turn."""
+    import torch
+
+    from pipelines.evaluation.tasks import PROSE
+    from pipelines.evaluation.tasks.recall import recalled
+    from pipelines.evaluation.tasks.task import Wish
+
+    wish = Wish(tokenizer, -(-documents // len(places)), context, 0, PROSE)
+    kinds = [recalled(place.removeprefix(GENERATED), wish, steps) for place in places]
+    turns = [
+        HeldOut(f"{place}/{number}", source, torch.tensor(ids)[None])
+        for number, texts in enumerate(zip(*kinds))
+        for place, ids in zip(places, texts)
+    ]
+    return turns[:documents]
+
+
+def _validation_documents(traces: Any, documents: int, tokenizer: Any) -> list[Document]:
+    from data.plan import CollectSettings, prepare
+
+    tasks = prepare(CollectSettings(**traces.manifest["settings"]), tokenizer)
+    found = [task.document for task in tasks if task.document.split == "validation"]
+    known = [one["id"] for one in traces.manifest["documents"] if one["split"] == "validation"]
+    if [document.id for document in found] != known:
+        raise FadeError(
+            f"the text that the traces in {traces.folder} were collected from has changed since "
+            "(another Python, or edited files); collect them again, or give text"
+        )
+    if len(found) < documents:
+        raise FadeError(f"documents {documents} is more than the {len(found)} validation documents of the traces")
+    return found[:documents]
+
+
+def _read(sources: Sequence[str], documents: int, length: int, tokenizer: Any) -> list[Document]:
+    from data.chat import chat_renderer
+    from data.lm import encode
+    from data.text import load_documents
+
+    return load_documents(
+        sources,
+        train=0,
+        validation=documents,
+        length=length,
+        measure=lambda words: len(encode(tokenizer, words)),
+        render=chat_renderer(tokenizer),
+    )
+
+
+def _files(places: Sequence[str]) -> list[str]:
+    """The files of a named source; those of a folder one by one, so that documents come from each in turn."""
+    from data.records import text_files
+
+    folders = {place: text_files(Path(place)) for place in places if Path(place).is_dir()}
+    return [str(file) for place in places for file in folders.get(place, [place])]

@@ -1,0 +1,246 @@
+"""Results on disk and on the screen: rows of numbers, a table, report.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipelines.benchmarks.ledger import processor, record
+from pipelines.evaluation.measure import FULL, Measured
+
+MIB = 2**20
+COLUMNS = ("cache", "KL, mean", "KL, worst text", "top-1", "MiB", "compression", "decode speed")
+SPEED = "- **decode speed** is that of the median step, relative to the full cache; the caches take turns in each step."
+UNTIMED = "- Decode speed was not measured."
+SOURCE_COLUMNS = ("cache", "source", *COLUMNS[1:4], "compression")
+
+
+def document_rows(texts: Sequence[Mapping[str, Any]], measured: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
+    """One JSON-able row for each text and method.
+
+    Args:
+        texts: what identifies each text.
+        measured: for each text, the methods in order, the full cache first.
+    """
+    rows = []
+    for text, methods in zip(texts, measured):
+        for one in methods:
+            seconds = median(one.seconds) if one.seconds else None
+            rows.append(
+                {
+                    "kind": "document",
+                    "method": one.name,
+                    **text,
+                    "kl": _mean(one.kl),
+                    "kl_steps": [round(value, 6) for value in one.kl],
+                    "top1": _mean(one.agree),
+                    "resident_bytes": one.resident_bytes,
+                    "full_bytes": one.full_bytes,
+                    "tokens_per_second": seconds and 1 / seconds,
+                    "speed": seconds and median(methods[0].seconds) / seconds,
+                }
+            )
+    return rows
+
+
+def method_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each method: means over texts, and the worst text's KL.
+
+    Example:
+        >>> one = {"method": "ema", "kl": 0.1, "top1": 1.0, "resident_bytes": 10, "full_bytes": 40,
+        ...        "tokens_per_second": 8.0, "speed": 0.5}
+        >>> row, = method_rows([one, {**one, "kl": 0.3}])
+        >>> row["kl"], row["kl_worst"], row["compression"]
+        (0.2, 0.3, 4.0)
+    """
+    rows = []
+    for name in dict.fromkeys(row["method"] for row in documents):
+        mine = [row for row in documents if row["method"] == name]
+        resident, full = (_mean([row[key] for row in mine]) for key in ("resident_bytes", "full_bytes"))
+        rows.append(
+            {
+                "kind": "method",
+                "method": name,
+                "documents": len(mine),
+                "kl": _mean([row["kl"] for row in mine]),
+                "kl_worst": max(row["kl"] for row in mine),
+                "top1": _mean([row["top1"] for row in mine]),
+                "resident_bytes": resident,
+                "full_bytes": full,
+                "compression": full / resident,
+                **{key: _mean_or_none([row[key] for row in mine]) for key in ("tokens_per_second", "speed")},
+            }
+        )
+    return rows
+
+
+def source_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each method and source, as :func:`method_rows`; none if all texts are of one source."""
+    sources = list(dict.fromkeys(row["source"] for row in documents))
+    if len(sources) < 2:
+        return []
+    by_source = {source: method_rows([row for row in documents if row["source"] == source]) for source in sources}
+    rows = [{**row, "kind": "source", "source": source} for source, each in by_source.items() for row in each]
+    order = list(dict.fromkeys(row["method"] for row in documents))
+    return sorted(rows, key=lambda row: order.index(row["method"]))
+
+
+def tables(documents: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] = ()) -> str:
+    """The caches over all texts, those that ``failed`` last, then each by source where there are several."""
+    by_source = source_rows(documents)
+    over_all = table(method_rows(documents), failed)
+    return f"{over_all}\n\nBy source:\n\n{source_table(by_source)}" if by_source else over_all
+
+
+def table(methods: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] = ()) -> str:
+    """The methods as a Markdown table, for the terminal and for the report; no speed if none was measured."""
+    lines = [
+        (
+            row["method"],
+            f"{row['kl']:.4f}",
+            f"{row['kl_worst']:.4f}",
+            f"{row['top1']:.1%}",
+            f"{row['resident_bytes'] / MIB:.2f}",
+            f"{row['compression']:.2f}x",
+            *([f"{row['speed']:.2f}x ({row['tokens_per_second']:.1f}/s)"] if row["speed"] else []),
+        )
+        for row in methods
+    ]
+    columns = COLUMNS[: len(lines[0])]
+    return aligned(columns, [*lines, *((*one, "failed", *("-" for _ in columns[2:])) for one in failed)], words=1)
+
+
+def source_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of :func:`source_rows` as a Markdown table, less the full cache."""
+    lines = [
+        (
+            row["method"],
+            row["source"],
+            f"{row['kl']:.4f}",
+            f"{row['kl_worst']:.4f}",
+            f"{row['top1']:.1%}",
+            f"{row['compression']:.2f}x",
+        )
+        for row in rows
+        if row["method"] != FULL
+    ]
+    return aligned(SOURCE_COLUMNS, lines, words=2)
+
+
+def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
+    """A Markdown table whose source is aligned too; all but the first ``words`` columns are numbers."""
+    every = [columns, *lines]
+    widths = [max(len(line[i]) for line in every) for i in range(len(columns))]
+    rule = [("-" * width if i < words else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
+    first, *rest = [
+        [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))]
+        for line in every
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [first, rule, *rest])
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured with: processor, threads, versions."""
+    import torch
+
+    packages = ("fade-predictor", "torch", "transformers", "lightning", "numpy")
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def add_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add one JSON object a line to what is there."""
+    with open(path, "a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def keep(rows: Sequence[Mapping[str, Any]], model: str, out: str | None, ledger: str | None) -> None:
+    """Add a benchmark's rows to the files that are named.
+
+    Args:
+        rows: to add. model: directory or hub id that they were measured with. out: file of JSON lines, which also get
+            what the numbers were measured with. ledger: see :func:`pipelines.benchmarks.ledger.record`.
+    """
+    name = Path(model).name
+    if out is not None:
+        here = {"model": name, **machine()}
+        add_jsonl(Path(out), [{**row, **here} for row in rows])
+    record(ledger, rows, model=name)
+
+
+def report(run: Mapping[str, Any], documents: Sequence[Mapping[str, Any]], plots: Mapping[str, str]) -> str:
+    """The report, in Markdown.
+
+    Args:
+        run: the settings, machine and model of the run, as in the first line of results.jsonl.
+        documents: rows of :func:`document_rows`.
+        plots: file name -> caption.
+    """
+    settings, here = run["settings"], run["machine"]
+    texts = "\n".join(f"- {text['source']}: `{text['document']}`" for text in run["texts"])
+    pictures = "\n\n".join(f"![{caption}]({name})\n\n{caption}" for name, caption in plots.items())
+    predictors = "\n".join(f"- {name}: `{ref}`" for name, ref in settings["predictors"].items()) or "- none"
+    configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
+    unseen = "" if settings["text"] else " that no predictor was trained on"
+    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    skipped = "".join(f"Left out: {line}\n\n" for line in run.get("skipped", ()))
+    return f"""# Compressed caches against the full cache
+
+{settings["model"]}: {settings["context"]:,} tokens of prompt, then {settings["steps"]} tokens of the text,
+the same to every cache; {len(run["texts"])} texts{unseen}.
+
+{tables(documents, run.get("failed", ()))}
+
+- **KL** is KL(full cache || this cache) of the next-token distribution, in nats, mean over steps, from a
+  float32 model. **top-1** is how often the most likely next token is the full cache's.
+- **MiB** is what the cache really held at the last step, metadata and buffers included; **compression** is a
+  full cache divided by it. Both are those of a model with two-byte floats.
+{SPEED if settings["speed"] else UNTIMED}
+- Evicting caches that are no configuration of their own keep {settings["budget"]:.0%} of the context per kv head,
+  in 4 bits, besides the first and the newest tokens, which stay exact.
+
+{pictures}
+
+## How it was measured
+
+{here["processor"]}, {here["threads"]} threads; Python {here["python"]}, {versions}.
+
+Texts:
+
+{texts}
+
+Configurations:
+
+{configs or "- none"}
+
+Predictors:
+
+{predictors}
+
+{skipped}Again: `{run["command"]}`. Every number, per text and per step, is in `results.jsonl`.
+"""
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return _mean(numbers) if numbers else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

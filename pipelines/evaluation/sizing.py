@@ -1,0 +1,224 @@
+"""Caches of equal size: one option of each is set so that its cache takes the bytes that are asked for.
+
+The option's value in a configuration is the word "fit". Bytes are those that are measured on a text, not those that an
+option promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pipelines.evaluation.methods import Skipped, make_methods, possible, with_those_able
+from predictor.errors import FadeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from predictor.bundle import Predictor
+
+FIT = "fit"
+ENDS = (0.01, 0.99)  # of the options that are fitted: shares
+ROUNDS = 8  # after the ends, at most
+CLOSE = 0.004  # of the bytes wanted; a token of ten times smaller caches of 2,000 tokens is .5 %
+NEAR = 1.05  # a cache without an option to fit that is this much smaller than asked for still counts as of that size
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A configuration at a size.
+
+    Attributes:
+        method: its name in tables. config: the name of the configuration that it is made of. ratio: times smaller than
+            the full cache. option: that is fitted. value: of the option. compression: measured on the fitted text.
+    """
+
+    method: str
+    config: str
+    ratio: float
+    option: str
+    value: float = 0.0
+    compression: float = 0.0
+
+
+def to_fit(configs: Mapping[str, Mapping[str, Any]], ratios: Sequence[float]) -> list[Sized]:
+    """What must be fitted: each configuration with the word "fit", at each ratio.
+
+    Raises:
+        FadeError: two options to fit in one configuration, or ratios that are not above 1, or ratios without such
+            a configuration.
+
+    Example:
+        >>> for each in to_fit({"ours": {"int4_budget": "fit"}, "k4v2": {"int4_budget": 0}}, [3.2, 6.0]):
+        ...     each.method, each.option, each.ratio
+        ('ours 3.2x', 'int4_budget', 3.2)
+        ('ours 6x', 'int4_budget', 6.0)
+    """
+    if wrong := [ratio for ratio in ratios if not ratio > 1]:
+        raise FadeError(f"ratios has {wrong[0]}; use numbers above 1, as many times smaller than the full cache")
+    found: list[Sized] = []
+    for name, options in configs.items():
+        fitted = [option for option, value in options.items() if value == FIT]
+        if len(fitted) > 1:
+            raise FadeError(f"config {name!r} fits {' and '.join(fitted)}; only one option can be {FIT!r}")
+        if fitted and not ratios:
+            raise FadeError(f"config {name!r} fits {fitted[0]}; say to which sizes with ratios, such as [3.2, 6]")
+        found += [Sized(f"{name} {ratio:g}x", name, ratio, fitted[0]) for ratio in ratios if fitted]
+    if ratios and not found:
+        raise FadeError(f"ratios are given, but no config has an option {FIT!r}")
+    return found
+
+
+def spread(
+    names: Sequence[str], configs: Mapping[str, Mapping[str, Any]], sized: Sequence[Sized]
+) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Names and configurations with each fitted one in place of its pattern.
+
+    Example:
+        >>> sized = [Sized("ours 6x", "ours", 6.0, "int4_budget", 0.4)]
+        >>> spread(["safe", "ours"], {"ours": {"int4_budget": "fit"}}, sized)
+        (['safe', 'ours 6x'], {'ours 6x': {'int4_budget': 0.4}})
+    """
+    made: dict[str, list[Sized]] = {}
+    for one in sized:
+        made.setdefault(one.config, []).append(one)
+    every = [each for name in names for each in ([one.method for one in made[name]] if name in made else [name])]
+    kept = {name: dict(options) for name, options in configs.items() if name not in made}
+    return every, kept | {one.method: {**configs[one.config], one.option: one.value} for one in sized}
+
+
+Measure = Callable[[Sequence[Sized]], Sequence[float]]
+
+
+def fit(wanted: Sequence[Sized], measure: Measure, smaller: Callable[[Sized], bool]) -> list[Sized]:
+    """Find the option of each, by false position; most are near linear in bytes.
+
+    Args:
+        wanted: of :func:`to_fit`. measure: gives the compressions of settings, all of which it may measure at once.
+        smaller: whether a cache must be at least as small as asked for; the others must be no smaller.
+
+    Returns:
+        Each with the value that comes nearest on its side, or with the end of the range that does.
+
+    Source: Dowell and Jarratt 1971, "A modified regula falsi method for computing the root of an equation", BIT 11
+        (the Illinois method).
+
+    Example:
+        >>> asked = [Sized("theirs 6x", "theirs", 6.0, "kept")]
+        >>> found, = fit(asked, lambda settings: [1 / one.value for one in settings], smaller=lambda one: False)
+        >>> round(found.value, 3), round(found.compression, 2)
+        (0.167, 5.99)
+    """
+    tried: dict[str, list[Sized]] = {one.method: [] for one in wanted}
+    ends = [replace(one, value=end) for one in _first_of_each(wanted) for end in ENDS]
+    for end in _measured(ends, measure):
+        for one in wanted:
+            if one.config == end.config:
+                tried[one.method].append(replace(one, value=end.value, compression=end.compression))
+    searches = {one.method: _Search(one.ratio, smaller(one), *tried[one.method]) for one in wanted}
+    for _ in range(ROUNDS):
+        open_ = [one for one in wanted if not searches[one.method].done]
+        if not open_:
+            break
+        for one in _measured([replace(one, value=searches[one.method].next) for one in open_], measure):
+            searches[one.method].take(one)
+    return [searches[one.method].best for one in wanted]
+
+
+def _first_of_each(wanted: Sequence[Sized]) -> list[Sized]:
+    return list({one.config: one for one in reversed(wanted)}.values())
+
+
+def _measured(settings: Sequence[Sized], measure: Measure) -> list[Sized]:
+    found = measure([replace(one, method=f"{one.method} at {one.value:.6f}") for one in settings])
+    return [replace(one, compression=each) for one, each in zip(settings, found)]
+
+
+class _Search:
+    """False position for one setting, in bytes: 1 / compression."""
+
+    def __init__(self, ratio: float, smaller: bool, *ends: Sized) -> None:
+        self.ratio, self.smaller, self.tried = ratio, smaller, list(ends)
+        self._aim = (1 - CLOSE / 2 if smaller else 1 + CLOSE / 2) / ratio
+        self._range = sorted(ends, key=lambda each: 1 / each.compression)
+        self._off = [1 / each.compression - self._aim for each in self._range]
+        self._reachable = self._off[0] < 0 < self._off[1]
+        self._last: int | None = None
+
+    @property
+    def best(self) -> Sized:
+        """The nearest on the right side; where nothing was, the nearest of all."""
+        right = [one for one in self.tried if (one.compression >= self.ratio) == self.smaller]
+        return min(right or self.tried, key=lambda one: abs(1 / one.compression - 1 / self.ratio))
+
+    @property
+    def done(self) -> bool:
+        """Out of reach, or near enough on the right side."""
+        off = self.ratio / self.best.compression - 1
+        return not self._reachable or (abs(off) <= CLOSE and (off <= 0) == self.smaller)
+
+    @property
+    def next(self) -> float:
+        """Where a straight line between both sides would have the bytes wanted."""
+        share = self._off[0] / (self._off[0] - self._off[1])
+        return self._range[0].value + (self._range[1].value - self._range[0].value) * share
+
+    def take(self, one: Sized) -> None:
+        """Narrow the range; the side that stays twice counts half, so that both come nearer."""
+        self.tried.append(one)
+        off = 1 / one.compression - self._aim
+        side = int(off > 0)
+        if side == self._last:
+            self._off[1 - side] /= 2
+        self._last, self._range[side], self._off[side] = side, one, off
+
+
+def equally_sized(
+    lm: Any,
+    methods: Sequence[str],
+    configs: Mapping[str, Mapping[str, Any]],
+    predictors: Mapping[str, Predictor],
+    wanted: Sequence[Sized],
+    tokens: Tensor,
+    steps: int,
+    skipped: Skipped,
+) -> tuple[list[str], list[Sized]]:
+    """Set what is to be fitted, on a text [1, context + steps].
+
+    Returns:
+        Names of methods less those whose package is missing or fails here; what was fitted.
+    """
+    from pipelines.evaluation.measure import compare
+
+    def measure(settings: Sequence[Sized]) -> list[float]:
+        named = {one.method: {**configs[one.config], one.option: one.value} for one in settings}
+        made = make_methods(list(named), named, predictors, 1.0)
+        return [one.compression for one in compare(lm, made, tokens, steps, timed=False)[1:]]
+
+    middle = {one.config: {**configs[one.config], one.option: 0.5} for one in wanted}
+    given = [name for name in methods if name in configs]
+    able = possible(given, {**configs, **middle}, predictors, 1.0, skipped)
+    found = with_those_able(
+        able,
+        lambda able: compare(lm, able, tokens, steps, timed=False),
+        lambda one, error: skipped.add(f"{one.name}: {error}", one.name),
+    )
+    sizes = {one.name: one.compression for one in found}
+    names = [name for name in methods if name not in configs or name in sizes]
+    theirs = [sizes[name] for name in names if name in configs and "peer" in configs[name] and name not in middle]
+    ours = lambda one: "peer" not in configs[one.config]
+    asked = [one for one in wanted if one.config in names]
+    raised = [replace(one, ratio=no_larger(one.ratio, theirs)) if ours(one) else one for one in asked]
+    fitted = fit(raised, measure, smaller=ours)
+    return names, [replace(one, ratio=was.ratio) for one, was in zip(fitted, asked)]
+
+
+def no_larger(ratio: float, others: Sequence[float]) -> float:
+    """The ratio, or the compression of the smallest other cache that counts as of that size.
+
+    Example:
+        >>> no_larger(3.2, [3.3, 6.0]), no_larger(10.0, [6.0])
+        (3.3, 10.0)
+    """
+    return max([ratio, *(other for other in others if ratio <= other <= NEAR * ratio)])

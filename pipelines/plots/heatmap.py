@@ -1,0 +1,127 @@
+"""Recorded attention of one kv head and what predictors forecast of it, from a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.trace import HIDDEN, Row, Traces
+from predictor import scores
+from predictor.bundle import Predictor
+from predictor.errors import FadeError
+from predictor.features import PrefillFeatures, block_sizes
+from predictor.scoreboard import hidden_of
+from predictor.temporal import heads_of
+
+EVERY = 16  # steps between two forecasts of a network that reads attention history
+
+
+@dataclass
+class HeadMap:
+    """One kv head's attention after the prompt, as shares over the prompt's N blocks.
+
+    Attributes:
+        where: document, layer and head in words.
+        recorded: [T, N]. forecast: [T, N], by the network called ``by``.
+        once: name -> [N] forecasts of the mean, made before the first step.
+        block: tokens in a block.
+    """
+
+    where: str
+    recorded: np.ndarray
+    forecast: np.ndarray
+    by: str
+    once: dict[str, np.ndarray]
+    block: int
+
+
+def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, head: int) -> HeadMap:
+    """Forecast one head of the first validation document.
+
+    Args:
+        traces: the collection.
+        predictors: name -> predictor; one that forecasts blocks is asked again every 16 steps.
+        layer: of the language model. head: kv head of that layer.
+
+    Raises:
+        FadeError: there is no such layer or head.
+    """
+    row = _row(traces, layer, head)
+    block, slots = traces.spec.block, row["length"]
+    sizes = block_sizes(slots, block).float()  # [N]
+    history = torch.tensor(row["history_mean"], dtype=torch.float32) * sizes  # [W, N]
+    future = torch.tensor(row["future_mean"], dtype=torch.float32)[:, : len(sizes)] * sizes  # [T, N]
+    names = [name for name in ("tokens", "history_mean", "history_max", *HIDDEN) if name in row]
+    given = {name: torch.tensor(row[name], dtype=torch.float32)[None] for name in names}
+    given |= {"layer": torch.tensor([layer]), "head": torch.tensor([head])}
+    features = PrefillFeatures(
+        given["tokens"], given["history_mean"], given["history_max"], hidden_of(given), heads_of(given)
+    )
+    once = {"ema": _shares(scores.ema(history, traces.spec.ema_decay).clamp(min=1e-9).log())}
+    by, forecast = "ema", once["ema"].expand(len(future), -1)
+    for name, predictor in predictors.items():
+        blocks = torch.nn.functional.pad(predictor.forecast(features)[0], (0, len(sizes) * block - slots)).unflatten(
+            -1, (-1, block)
+        )
+        once[name] = blocks.sum(-1)
+        by, forecast = name, once[name].expand(len(future), -1)
+    for name, predictor in predictors.items():
+        if predictor.net.level == "block":
+            by = f"{name}, every {EVERY} steps"
+            forecast = _rolling(predictor, history, future, heads_of(given))
+    return HeadMap(
+        where=f"layer {layer}, kv head {head}, a {row['source']} text of {slots:,} tokens",
+        recorded=(future / future.sum(-1, keepdim=True)).numpy(),
+        forecast=forecast.numpy(),
+        by=by,
+        once={name: values.numpy() for name, values in once.items()},
+        block=block,
+    )
+
+
+def draw(path: Path, drawn: HeadMap) -> None:
+    """Draw a head map to a PNG."""
+    from pipelines.plots.quality import attention_and_forecasts
+
+    attention_and_forecasts(
+        path,
+        drawn.recorded,
+        drawn.forecast,
+        drawn.once,
+        drawn.block,
+        (f"Attention after the prompt: {drawn.where}", f"forecast ({drawn.by})"),
+    )
+
+
+def _rolling(predictor: Predictor, history: Tensor, future: Tensor, heads: Tensor) -> Tensor:
+    """Forecasts [T, N] from the latest W recorded steps, made anew every :data:`EVERY` steps."""
+    steps = torch.cat((history, future))
+    window = len(history)
+    starts = torch.arange(0, len(future), EVERY)
+    windows = torch.stack([steps[start : start + window] for start in starts])  # [R, W, N]
+    with torch.no_grad():
+        shares = _shares(predictor.net(windows, heads=heads.expand(len(windows), -1)))
+    return shares.repeat_interleave(EVERY, 0)[: len(future)]
+
+
+def _shares(logs: Tensor) -> Tensor:
+    return logs.softmax(-1)
+
+
+def _row(traces: Traces, layer: int, head: int) -> Row:
+    shard = traces.shards("validation")[0]
+    rows = traces.read(shard, ("tokens", "history_mean", "history_max", "future_mean"))
+    first = [row for row in rows if row["doc"] == rows[0]["doc"]]
+    for row in first:
+        if (row["layer"], row["head"]) == (layer, head):
+            return row
+    layers, heads = (1 + max(row[name] for row in first) for name in ("layer", "head"))
+    raise FadeError(
+        f"heatmap_layer {layer}, heatmap_head {head} is not in the traces; they hold layers 0 to {layers - 1} "
+        f"and kv heads 0 to {heads - 1}"
+    )
