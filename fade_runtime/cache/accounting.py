@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 TIERS = tuple(tier.name for tier in Tier if tier < Tier.EVICTED)
 KINDS = {
     "full.key": "FP16", "full.value": "FP16",
-    "packed.key_codes": "INT4", "packed.value_codes": "INT4",
-    "packed.low_key_codes": "INT2", "packed.low_value_codes": "INT2",
+    "packed.key_codes": "HIGH", "packed.value_codes": "HIGH",
+    "packed.low_key_codes": "LOW", "packed.low_value_codes": "LOW",
     "packed.pq_codes": "PQ", "pq.codes": "PQ",
 }  # fmt: skip
 OTHER = "scales and slots"

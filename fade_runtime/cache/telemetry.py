@@ -286,7 +286,7 @@ def _rows(layer: TieredLayer, slots: bool) -> Iterator[dict[str, Any]]:
     """Each row of batch and kv head: how many tokens are in each tier, and which."""
     if (store := layer.store) is None:
         return
-    tiers = (Tier.INT4, Tier.INT2, Tier.PQ)
+    tiers = (Tier.HIGH, Tier.LOW, Tier.PQ)
     body = [(tokens.token_row(), tokens.slots(), store.tiers(tokens)) for tokens in store.body()]
     rows, places, kinds = (torch.cat(each) for each in zip(*body))
     for row in range(store.batch * store.heads):

@@ -37,28 +37,28 @@ CHOICES = {
 class FadeConfig:
     """How a tiered cache spends its memory.
 
-    Body tokens, those between the sinks and the recent window, go to the INT4 tier while its budget lasts, then to
+    Body tokens, those between the sinks and the recent window, go to the high tier while its budget lasts, then to
     the low tier, then out.
 
     Attributes:
         n_sink: first tokens of a sequence that stay in full precision (attention sinks).
         recent_window: newest tokens that stay in full precision.
-        int4_budget: body tokens per kv head in the INT4 tier: a whole number, a share of the context (a float in
+        int4_budget: body tokens per kv head in the high tier: a whole number, a share of the context (a float in
             (0, 1]), "topk" for max(128, 5 % of the context), or None for all of them.
         low_budget: body tokens per kv head in the low tier, a whole number or a share; 0: no low tier; None: all that
-            the INT4 tier does not take, so that nothing is evicted.
+            the high tier does not take, so that nothing is evicted.
         memory: bytes that the cache may take, in place of a budget: a number, a text such as "512MiB", or a share of
             the device memory that is free when the cache is made (a float in (0, 1]). Compression of the body rises in
             steps from 4x to 16x as tokens come. Layers that are not compressed (sliding windows) are not counted.
         low_tier: "int2" (few bits, by default 4 for keys and 2 for values) or "pq" (product quantisation: a few bytes
-            a token, but a quarter in INT4 and the rest so lost KL .056 on SmolLM2-135M where int2 lost .002, no more
+            a token, but a quarter in 4 bits and the rest so lost KL .056 on SmolLM2-135M where int2 lost .002, no more
             than evicting it).
-        middle_k_bits, middle_v_bits: bits of keys and values in the INT4 tier: 2, 4 or 8.
-        low_k_bits, low_v_bits: bits of keys and values in the low tier, no more than in the INT4 tier.
+        middle_k_bits, middle_v_bits: bits of keys and values in the high tier: 2, 4 or 8.
+        low_k_bits, low_v_bits: bits of keys and values in the low tier, no more than in the high tier.
         page_tokens: kept tokens of a kv head that share the scales of their keys, 8 to 64. Fewer are more exact and
             take more bytes, more are faster to read.
         codebook: for "pq": a directory written by `python -m pipelines.train_codebook`, or a loaded codebook.
-        tau, low_tau: shares of a kv head's score, in (0, 1]: the INT4 tier takes no more of the best tokens than hold
+        tau, low_tau: shares of a kv head's score, in (0, 1]: the high tier takes no more of the best tokens than hold
             ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
         eviction_policy: "position", "h2o", "ema", "adaptive", "learned", "fastgen": whose score decides. "adaptive" is
             "ema" that lets the scores fill the tiers: tau .9 and low_tau .99 unless given. "fastgen" finds for each kv
@@ -181,19 +181,19 @@ class FadeConfig:
 
     @property
     def bits(self) -> Bits:
-        """Bits of both tiers; keys of the low tier have those of the INT4 tier, at most 4, unless told otherwise."""
+        """Bits of both tiers; keys of the low tier have those of the high tier, at most 4, unless told otherwise."""
         low_key = min(self.middle_k_bits, 4) if self.low_k_bits is None else self.low_k_bits
         return Bits(self.middle_k_bits, self.middle_v_bits, low_key, self.low_v_bits)
 
     @property
     def has_low_tier(self) -> bool:
-        """Whether tokens can be demoted below the INT4 tier."""
+        """Whether tokens can be demoted below the high tier."""
         return self.low_budget != 0
 
     @property
     def low(self) -> Tier:
         """What the low tier is."""
-        return Tier.PQ if self.low_tier == "pq" else Tier.INT2
+        return Tier.PQ if self.low_tier == "pq" else Tier.LOW
 
     @property
     def ranks(self) -> bool:
@@ -209,7 +209,7 @@ class FadeConfig:
         return tau if self.tau is None else self.tau, low_tau if self.low_tau is None else self.low_tau
 
     def budgets(self, seen: int) -> tuple[int, int] | None:
-        """Body tokens that a kv head may keep in both tiers after ``seen`` tokens, or None: all in INT4."""
+        """Body tokens that a kv head may keep in both tiers after ``seen`` tokens, or None: all in the high tier."""
         if self.int4_budget is None:
             return None
         return _tokens(self.int4_budget, seen), _tokens(self.low_budget, seen)

@@ -58,7 +58,7 @@ class Part:
 
 
 class _Unpacked:
-    """Codes of both tiers of packed tokens, a few at a time, in units of the INT4 tier's scale."""
+    """Codes of both tiers of packed tokens, a few at a time, in units of the high tier's scale."""
 
     def __init__(self, packed: PackedTokens, name: str) -> None:
         self.high, self.low = getattr(packed, f"{name}_codes"), getattr(packed, f"low_{name}_codes")

@@ -51,7 +51,7 @@ class TokenStore:
 
     Attributes:
         full: full-precision tokens: everything until the first compression, then sinks and newest.
-        packed: the INT4 tier and the INT2 tier.
+        packed: the high tier and the low tier.
         pq: the PQ tier, or None if there is none.
         policies: [B, H] int8 policy of each kv head (``fastgen.Keeps``), or None.
         spilled: evicted tokens that can come back, or None. back: those, in the view that :meth:`whole` gives.
@@ -229,7 +229,7 @@ class TokenStore:
         leaving, body = self._leaving(due, from_recent), self.body()
         counts = [len(tokens) for tokens in body] + [len(leaving.row)]
         rows, slots, states, here = self.body_tokens()
-        here = torch.cat((here, torch.full_like(leaving.row, Tier.INT4)))
+        here = torch.cat((here, torch.full_like(leaving.row, Tier.HIGH)))
         state = None if states is None or leaving.state is None else torch.cat((states, leaving.state))
         tiers = plan(torch.cat((rows, leaving.row)), torch.cat((slots, leaving.slot)), state, here)
         gone = tiers == Tier.EVICTED
@@ -237,8 +237,8 @@ class TokenStore:
             tiers = torch.where(gone, here, tiers)  # kept, since it could not be stored
         packed_tiers, *pq_tiers, fate = tiers.split(counts)
 
-        packs = (fate == Tier.INT4) | (fate == Tier.INT2)
-        added = self._pack(leaving.at(packs), fate[packs] == Tier.INT2)
+        packs = (fate == Tier.HIGH) | (fate == Tier.LOW)
+        added = self._pack(leaving.at(packs), fate[packs] == Tier.LOW)
         if self.pq is not None:
             joins = leaving.at(fate == Tier.PQ)
             fresh = self._codes(joins), joins.row, joins.slot, joins.state
@@ -321,8 +321,8 @@ class TokenStore:
         low, real = len(self.packed.low_key_codes), self.full.slots >= 0
         kept = {
             "FP16": int(real.sum()) * self.heads,
-            "INT4": len(self.packed) - low,
-            "INT2": low,
+            "HIGH": len(self.packed) - low,
+            "LOW": low,
             "PQ": 0 if self.pq is None else len(self.pq),
         }
         return {**kept, "EVICTED": sum(self.sequences.counts) * self.heads - sum(kept.values())}
@@ -333,7 +333,7 @@ class TokenStore:
         return sum(len(tokens) for tokens in self.body()), sum(t.untyped_storage().nbytes() for t in stored)
 
     def widths(self) -> tuple[int, int, float]:
-        """Numbers of a key and a value together, bytes of each in full precision, bytes of both as INT4 codes."""
+        """Numbers of a key and a value together, bytes of each in full precision, bytes of both in the codes of the high tier."""
         key, value, bits = self.full.key, self.full.value, self.config.bits
         codes = (key.shape[3] * bits.key + value.shape[3] * bits.value) / 8
         return key.shape[3] + value.shape[3], key.element_size(), codes
@@ -341,7 +341,7 @@ class TokenStore:
     def tiers(self, tokens: Body) -> Tensor:
         """[T] int64 tier of each body token."""
         if isinstance(tokens, PackedTokens):
-            return torch.where(tokens.low(), int(Tier.INT2), int(Tier.INT4))
+            return torch.where(tokens.low(), int(Tier.LOW), int(Tier.HIGH))
         return torch.full_like(tokens.slots(), Tier.PQ)
 
     def _to_pq(

@@ -15,7 +15,7 @@ from fade_runtime.storage.tiers import Tier, rank_in_row
 
 
 class Bits(NamedTuple):
-    """Bits of a key and of a value in the INT4 tier, then in the low tier; each 2, 4 or 8."""
+    """Bits of a key and of a value in the high tier, then in the low tier; each 2, 4 or 8."""
 
     key: int = 4
     value: int = 4
@@ -30,15 +30,15 @@ DEFAULT_BITS = Bits()
 class PackedTokens:
     """Packed keys and values of all rows (batch x kv head), row after row, page after page.
 
-    T tokens, of which T4 in the INT4 tier and T2 in the low tier, in P pages over R rows. A row keeps as many tokens
-    as it keeps, a page between 1 and 64 of them: first those of the INT4 tier, then the low ones, each by slot.
-    Both tiers of a page share its scales: the codes of the low tier are the highest bits of those of the INT4 tier.
+    T tokens, of which T4 in the high tier and T2 in the low tier, in P pages over R rows. A row keeps as many tokens
+    as it keeps, a page between 1 and 64 of them: first those of the high tier, then the low ones, each by slot.
+    Both tiers of a page share its scales: the codes of the low tier are the highest bits of those of the high tier.
 
     Attributes:
         key_codes, value_codes: [T4, D * bits / 8] uint8. low_key_codes, low_value_codes: [T2, D * bits / 8] uint8.
-        key_scale, key_zero: [P, D] uint8, key_reach: [P, 3] float16: scale and zero of the INT4 tier's codes, as
+        key_scale, key_zero: [P, D] uint8, key_reach: [P, 3] float16: scale and zero of the high tier's codes, as
             :func:`fade_runtime.storage.quant.page_affine` writes them.
-        value_scale, value_zero: [T, groups] float16, of the INT4 tier's codes, as
+        value_scale, value_zero: [T, groups] float16, of the high tier's codes, as
             :func:`fade_runtime.storage.quant.affine` writes them.
         page_len, page_low, page_row, page_slot: [P] int32: tokens left in a page, how many of them are low, its row,
             and the slot of its first token.
@@ -148,11 +148,11 @@ class PackedTokens:
         Pages that end up empty go, scales stay with their pages, nothing is quantised again.
 
         Args:
-            tiers: [T] of :class:`Tier`; INT2 demotes a token of the INT4 tier. Whatever is neither INT4 nor INT2
+            tiers: [T] of :class:`Tier`; LOW demotes a token of the high tier. Whatever is neither HIGH nor LOW
                 leaves.
         """
-        was_low, is_low = self.low(), tiers == Tier.INT2
-        kept = is_low | (tiers == Tier.INT4) & ~was_low
+        was_low, is_low = self.low(), tiers == Tier.LOW
+        kept = is_low | (tiers == Tier.HIGH) & ~was_low
         page = self.token_page()
         chosen = kept.nonzero(as_tuple=True)[0]
         chosen = chosen[(page[chosen] * 2 + is_low[chosen]).argsort(stable=True)]
@@ -177,7 +177,7 @@ class PackedTokens:
 
     def keep(self, kept: Tensor) -> PackedTokens:
         """Return the tokens of a [T] bool mask, each in its tier."""
-        tier = torch.where(self.low(), int(Tier.INT2), int(Tier.INT4))
+        tier = torch.where(self.low(), int(Tier.LOW), int(Tier.HIGH))
         return self.retier(torch.where(kept, tier, int(Tier.EVICTED)))
 
     def select_rows(self, rows: Tensor) -> PackedTokens:
@@ -278,7 +278,7 @@ def pack_tokens(
     )
     if low is None or not bool(low.any()):
         return packed
-    return packed.retier(torch.where(low, int(Tier.INT2), int(Tier.INT4)))
+    return packed.retier(torch.where(low, int(Tier.LOW), int(Tier.HIGH)))
 
 
 def _quantiser(device: torch.device) -> Callable[..., tuple[Tensor, ...]]:
@@ -293,7 +293,7 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> tuple[
     """Rotate, quantise and pack tokens, in plain torch.
 
     Args:
-        key, value: [T, D] in any float dtype. page_len: [P] tokens of each page. bits: those of the INT4 tier are used.
+        key, value: [T, D] in any float dtype. page_len: [P] tokens of each page. bits: those of the high tier are used.
 
     Returns:
         key codes [T, D * bits / 8], their scale and zero [P, D] and reach [P, 3]; value codes, their scale and zero

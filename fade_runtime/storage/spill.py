@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fade_runtime.storage.pq import PQTokens
 
 Body = Union[PackedTokens, "PQTokens"]
-WHERE = ("none", "host", "disk")
 LARGEST = 8  # a chunk of more than the limit divided by this is not merged with others
 FAILURES = (OSError, MemoryError, RuntimeError, SafetensorError)  # torch says RuntimeError when memory is short
 

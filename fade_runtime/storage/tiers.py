@@ -12,11 +12,14 @@ from predictor.errors import FadeError
 
 
 class Tier(IntEnum):
-    """Where a token is; FP16 means the model's own dtype. A token only ever moves to a higher number."""
+    """Where a token is; FP16 means the model's own dtype. A token only ever moves to a higher number.
+
+    HIGH has 4-bit codes unless the options say otherwise, LOW the same codes cut to fewer bits.
+    """
 
     FP16 = 0
-    INT4 = 1
-    INT2 = 2
+    HIGH = 1
+    LOW = 2
     PQ = 3
     EVICTED = 4
 
@@ -26,8 +29,8 @@ class Budgets:
     """What each row may keep in the body.
 
     Attributes:
-        int4, low: [R] int64 tokens in the INT4 tier and in the low tier.
-        tau, low_tau: a row keeps no more tokens in the INT4 tier than hold the share ``tau`` of its score, and no
+        int4, low: [R] int64 tokens in the high tier and in the low tier.
+        tau, low_tau: a row keeps no more tokens in the high tier than hold the share ``tau`` of its score, and no
             more in both tiers than hold ``low_tau``; 1 for no such limit.
     """
 
@@ -53,29 +56,6 @@ class TierPlan:
         """[R] tokens of each row in a tier."""
         return torch.bincount(self.rows[self.tiers == tier], minlength=rows)
 
-    def check(self, budgets: Budgets | None, low_tier: Tier = Tier.INT2) -> None:
-        """Hold the plan to its budgets.
-
-        Args:
-            budgets: of the rows, or None for all in INT4.
-            low_tier: what the low tier is.
-
-        Raises:
-            FadeError: a row keeps more than a budget, or a token has no body tier.
-        """
-        known = torch.isin(self.tiers, torch.tensor([Tier.INT4, low_tier, Tier.EVICTED], device=self.tiers.device))
-        if self.tiers.shape != self.rows.shape or not bool(known.all()):
-            raise FadeError(f"a tier plan must give each body token exactly one of INT4, {low_tier.name} and EVICTED")
-        if budgets is None:
-            return
-        for tier, budget in ((Tier.INT4, budgets.int4), (low_tier, budgets.low)):
-            kept = self.count(tier, len(budget))
-            if bool((kept > budget).any()):
-                row = int((kept > budget).nonzero()[0])
-                raise FadeError(
-                    f"row {row} keeps {int(kept[row])} tokens in {tier.name}, over its budget of {int(budget[row])}"
-                )
-
 
 def rank_in_row(rows: Tensor) -> Tensor:
     """Position of each element within its row, for ``rows`` [T] sorted ascending.
@@ -96,30 +76,30 @@ def plan_tiers(
     *,
     slots: Tensor | None = None,
     tiers: Tensor | None = None,
-    low_tier: Tier = Tier.INT2,
+    low_tier: Tier = Tier.LOW,
 ) -> TierPlan:
-    """Keep the best tokens of each row: first in the INT4 tier, then in the low tier; evict the rest.
+    """Keep the best tokens of each row: first in the high tier, then in the low tier; evict the rest.
 
     Demotion is one way, so a token that is low already competes for the low tier only.
 
     Args:
-        scores: [T] importance scores, higher = keep; None only when every token fits the INT4 tier.
+        scores: [T] importance scores, higher = keep; None only when every token fits the high tier.
         rows: [T] row of each token.
-        budgets: of the rows, or None: all in INT4.
+        budgets: of the rows, or None: all in the high tier.
         slots: [T] logical slots: equal scores go to the later token; None: the order given is the order in time.
         tiers: [T] where the tokens are now; None: none is low yet.
-        low_tier: what the low tier is, INT2 or PQ.
+        low_tier: what the low tier is, LOW or PQ.
 
     Example:
         >>> plan = plan_tiers(torch.tensor([.1, .9, .5, .2]), torch.tensor([0, 0, 0, 1]),
         ...                   Budgets(int4=torch.tensor([1, 1]), low=torch.tensor([1, 0])))
         >>> [Tier(t).name for t in plan.tiers.tolist()]
-        ['EVICTED', 'INT4', 'INT2', 'INT4']
+        ['EVICTED', 'HIGH', 'LOW', 'HIGH']
     """
-    now = torch.full_like(rows, Tier.INT4, dtype=torch.int8) if tiers is None else tiers.to(torch.int8)
+    now = torch.full_like(rows, Tier.HIGH, dtype=torch.int8) if tiers is None else tiers.to(torch.int8)
     if budgets is None:
         return TierPlan(now, rows)
-    can_stay = now <= Tier.INT4
+    can_stay = now <= Tier.HIGH
     limited = budgets.tau < 1 or budgets.low_tau < 1
     counts = torch.bincount(rows[can_stay], minlength=len(budgets.int4))
     if bool(can_stay.all()) and bool((counts <= budgets.int4).all()) and not limited:
@@ -132,7 +112,7 @@ def plan_tiers(
     fits = can_stay[order] & (within < budgets.tau)
     int4 = fits & (_rank_among(fits, row) < budgets.int4[row])
     planned = torch.full_like(now, Tier.EVICTED)
-    planned[order[int4]] = int(Tier.INT4)
+    planned[order[int4]] = int(Tier.HIGH)
     if bool(budgets.low.any()):
         rest = ~int4 & (within < budgets.low_tau)
         low = rest & (_rank_among(rest, row) < budgets.low[row])

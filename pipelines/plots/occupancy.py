@@ -9,8 +9,8 @@ from typing import Any
 from fade_runtime.cache.telemetry import Event, Reassignment
 from pipelines.plots.quality import STYLE, pyplot, save
 
-TIERS = {"FP16": "#08306b", "INT4": "#2171b5", "INT2": "#6baed6", "PQ": "#9ecae1", "EVICTED": "#eeeeee"}
-NAMES = {"FP16": "full precision", "INT4": "INT4 tier", "INT2": "low tier", "PQ": "low tier (PQ)", "EVICTED": "evicted"}
+TIERS = {"FP16": "#08306b", "HIGH": "#2171b5", "LOW": "#6baed6", "PQ": "#9ecae1", "EVICTED": "#eeeeee"}
+NAMES = {"FP16": "full precision", "HIGH": "high tier", "LOW": "low tier", "PQ": "low tier (PQ)", "EVICTED": "evicted"}
 COLUMNS = 4
 Row = Mapping[str, Any]
 

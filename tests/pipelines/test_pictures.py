@@ -47,7 +47,7 @@ def test_occupancy_is_what_the_cache_holds(tiny_model: Callable[..., Any], tmp_p
         assert rows[-1]["bytes"] == pytest.approx(one.resident_bytes, rel=0.05)
         every += rows
     (last,) = [row for row in every if row["method"] == "tiered" and row["step"] == 24]
-    assert (last["tokens"]["INT4"], last["tokens"]["INT2"]) == (20, 30)
+    assert (last["tokens"]["HIGH"], last["tokens"]["LOW"]) == (20, 30)
     occupancy.draw(tmp_path / "it.png", every, "a title")
     assert drawn(tmp_path / "it.png")
 

@@ -322,7 +322,7 @@ def test_an_int4_budget_caps_every_head_and_special_tokens_go_last(model: Any, t
         held = _kept(cache, 0, row)
         assert len(held) == 30
         assert special <= held
-    assert cache.memory_report()["tokens"]["INT2"] == 40
+    assert cache.memory_report()["tokens"]["LOW"] == 40
 
 
 def test_token_classes_of_the_real_tokenizer(real_model_dir: Path) -> None:

@@ -105,7 +105,7 @@ def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
     def plan(rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
         """Demotes by a lottery, and evicts each token at an age of its own."""
         lot = torch.sin(rows * 7.3 + slots * 12.9898) * 43758.5453 % 1
-        tier = torch.where((lot < 0.4) & (low > 0), Tier.INT2, Tier.INT4)
+        tier = torch.where((lot < 0.4) & (low > 0), Tier.LOW, Tier.HIGH)
         return torch.where(seen - slots > 20 + 300 * (lot * 7 % 1), Tier.EVICTED, torch.maximum(tier, now))
 
     seen = 0

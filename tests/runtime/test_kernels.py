@@ -60,8 +60,8 @@ def _ragged(lengths: list[int], dim: int, bits: Bits = DEFAULT) -> PackedTokens:
 
 def _mixed(packed: PackedTokens) -> PackedTokens:
     """Tokens of both tiers in pages with gaps."""
-    tiers = torch.tensor([Tier.INT4, Tier.INT2, Tier.EVICTED])[torch.randint(3, (len(packed),))]
-    tiers[0] = Tier.INT2
+    tiers = torch.tensor([Tier.HIGH, Tier.LOW, Tier.EVICTED])[torch.randint(3, (len(packed),))]
+    tiers[0] = Tier.LOW
     return packed.retier(tiers)
 
 

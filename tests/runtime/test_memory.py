@@ -84,7 +84,7 @@ def test_memory_is_flat_at_a_fixed_budget(tiny_model: Callable[..., Any]) -> Non
         model(torch.randint(0, 250, (1, 1)), **forward_kwargs(cache, model))
         sizes.append(cache.memory_report()["resident_bytes"])
         pages.append(len(cache.tiered[0].tokens.packed.page_len))
-    assert cache.memory_report()["tokens"]["INT4"] == 2 * 40
+    assert cache.memory_report()["tokens"]["HIGH"] == 2 * 40
     assert max(sizes[600:]) <= max(sizes[:600]) * 1.1
     assert max(pages) <= 2 * 40
 

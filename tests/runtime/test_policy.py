@@ -194,7 +194,7 @@ def test_heads_keep_what_their_budgets_say_and_memory_follows(model: Any, tmp_pa
     assert counts[0] == 100 - 2 - 8  # all of the body
     assert [len(slots) for slots in _kept(uniform)] == [25, 25]
     report = cache.memory_report()
-    assert report["tokens"]["INT4"] <= 4 * 26
+    assert report["tokens"]["HIGH"] <= 4 * 26
     assert report["resident_bytes"] == reachable_bytes(cache)
 
 

@@ -89,7 +89,7 @@ def test_with_everything_in_pq_attention_is_dense_attention_over_decoded_keys(mo
 
 
 def test_with_a_centroid_for_each_token_nothing_is_lost(model: Any) -> None:
-    """So INT4 and PQ are read at the right places side by side: the mix is nearer to stock than INT4 alone."""
+    """So HIGH and PQ are read at the right places side by side: the mix is nearer to stock than the high tier alone."""
     ids, length = _prompt(1, 100), 90
     stock = DynamicCache(config=model.config)
     _forward(model, ids[:, :length], stock)
@@ -120,12 +120,12 @@ def test_policies_fill_the_pq_tier(model: Any, book: CodebookSet, policy: str) -
     ids = _prompt(1, 160)
     _forward(model, ids[:, :120], cache)
     rows = 2 * 2  # layers x kv heads
-    expected = {"FP16": SINK + WINDOW, "INT4": 20, "INT2": 0, "PQ": 30, "EVICTED": 120 - SINK - WINDOW - 50}
+    expected = {"FP16": SINK + WINDOW, "HIGH": 20, "LOW": 0, "PQ": 30, "EVICTED": 120 - SINK - WINDOW - 50}
     assert cache.memory_report()["tokens"] == {tier: rows * count for tier, count in expected.items()}
-    for at in range(120, 160):  # tokens of the INT4 tier are demoted by the code that they carry
+    for at in range(120, 160):  # tokens of the high tier are demoted by the code that they carry
         assert bool(_forward(model, ids[:, at : at + 1], cache).isfinite().all())
     report = cache.memory_report()
-    assert (report["tokens"]["INT4"], report["tokens"]["PQ"]) == (rows * 20, rows * 30)
+    assert (report["tokens"]["HIGH"], report["tokens"]["PQ"]) == (rows * 20, rows * 30)
     assert report["tiers"]["codebook"] == sum(tensor.nbytes for tensor in book.tensors())
     width = 8  # bytes: 4 parts of keys, 4 of values; carried by tokens of both tiers
     assert report["tiers"]["PQ"] == rows * (20 + 30) * width
@@ -146,7 +146,7 @@ def test_report_equals_reachable_bytes(model: Any, book: CodebookSet, positions:
 
 
 def test_a_demoted_token_has_the_code_of_its_exact_key(model: Any, book: CodebookSet) -> None:
-    """A token that passes through INT4 decodes to the same as one that goes to PQ at once."""
+    """A token that passes through the high tier decodes to the same as one that goes to PQ at once."""
     ids = _prompt(1, 120)
     slow = create_tiered_cache(model, _config(book, int4_budget=40, low_budget=200, eviction_policy="position"))
     _forward(model, ids[:, :80], slow)

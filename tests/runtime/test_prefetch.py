@@ -68,7 +68,7 @@ def test_tokens_come_back_and_the_budget_holds(model: Any, policy: str, where: s
     tokens = cache.memory_report()["tokens"]
     assert tokens["EVICTED"] == report["spilled"]["tokens"]
     rows = 2 * 2 * len(cache.tiered)
-    assert tokens["INT4"] <= rows * (30 + 3 * 16)  # what came back waits for the next reassignment
+    assert tokens["HIGH"] <= rows * (30 + 3 * 16)  # what came back waits for the next reassignment
 
 
 def test_what_comes_back_is_what_left_with_its_attention_as_statistic(model: Any) -> None:

@@ -148,7 +148,7 @@ def test_memory_is_flat_over_twenty_thousand_steps(tiny_model: Callable[..., Any
                 sizes.append(cache.memory_report()["resident_bytes"])
     assert cache.get_seq_length() == 20_300
     report = cache.memory_report()
-    assert report["tokens"]["INT4"] == report["tokens"]["INT2"] == 2 * 64
+    assert report["tokens"]["HIGH"] == report["tokens"]["LOW"] == 2 * 64
     assert report["resident_bytes"] == reachable_bytes(cache)
     size = len(sizes) // 4
     quarters = [sum(sizes[i * size : (i + 1) * size]) / size for i in range(4)]
@@ -168,7 +168,7 @@ def test_fades_published_example_runs(model: Any) -> None:
     cache = create_tiered_cache(model, config)
     model.generate(_ids(1, 700), past_key_values=cache, max_new_tokens=8)
     report = cache.memory_report()
-    assert report["tokens"]["INT4"] == 2 * 2 * 400
+    assert report["tokens"]["HIGH"] == 2 * 2 * 400
     assert report["tokens"]["EVICTED"] == 2 * 2 * (700 - 400 - 68)
     packed = cache.tiered[0].tokens.packed
     assert packed.key_codes.shape[1] == 2 * packed.value_codes.shape[1]  # four bits and two
@@ -195,7 +195,7 @@ def test_budgets_are_what_a_head_keeps(model: Any, options: dict[str, Any], kept
 
 
 def test_adaptive_lets_scores_fill_the_tiers(tiny_model: Callable[..., Any]) -> None:
-    """Brute force over each head's scores: the best that hold 60 % in INT4, up to 90 % low, the rest gone."""
+    """Brute force over each head's scores: the best that hold 60 % in the high tier, up to 90 % low, the rest gone."""
     model = tiny_model(num_hidden_layers=1)
     config = FadeConfig(
         n_sink=2, recent_window=8, int4_budget=1.0, low_budget=1.0, eviction_policy="adaptive", tau=0.6, low_tau=0.9
@@ -229,7 +229,7 @@ def test_a_token_only_moves_down(model: Any) -> None:
         now: dict[tuple[int, int, int], int] = {}
         for layer in cache.tiered:
             packed = layer.tokens.packed
-            tiers = torch.where(packed.low(), int(Tier.INT2), int(Tier.INT4))
+            tiers = torch.where(packed.low(), int(Tier.LOW), int(Tier.HIGH))
             for row, slot, tier in zip(packed.token_row().tolist(), packed.slots().tolist(), tiers.tolist()):
                 now[layer.index, row, slot] = tier
         oldest_new = 90 - 8

@@ -230,5 +230,5 @@ def test_tiers_are_kept(tmp_path: Path) -> None:
     given = tokens([200], low=0.5)
     held.add([given])
     (back,) = held.take()
-    now = torch.where(back.low(), int(Tier.INT2), int(Tier.INT4))
-    assert torch.equal(now, torch.where(given.low(), int(Tier.INT2), int(Tier.INT4)))
+    now = torch.where(back.low(), int(Tier.LOW), int(Tier.HIGH))
+    assert torch.equal(now, torch.where(given.low(), int(Tier.LOW), int(Tier.HIGH)))

@@ -94,7 +94,7 @@ def test_demotion_by_code_is_what_few_bits_give_at_once(bits: Bits, data: st.Dat
     key, value = torch.randn(2, len(rows), 16)
     low = torch.rand(len(rows)) < 0.5
     plain = pack_tokens(key, value, rows, torch.arange(len(rows)), None, bits=bits)
-    packed = plain.retier(torch.where(low, int(Tier.INT2), int(Tier.INT4)))
+    packed = plain.retier(torch.where(low, int(Tier.LOW), int(Tier.HIGH)))
     at_once = pack_tokens(key, value, rows, torch.arange(len(rows)), None, low=low, bits=bits)
     assert all(torch.equal(a, b) for a, b in zip(packed.tensors().values(), at_once.tensors().values()))
     place = packed.slots()  # tokens now stand by page, high before low
@@ -133,7 +133,7 @@ def test_smaller_pages_have_finer_scales(lengths: list[int], page: int) -> None:
 
 def test_low_tokens_survive_every_move() -> None:
     packed = _ragged([130, 0, 70])
-    tiers = torch.where(torch.rand(200) < 0.4, int(Tier.INT2), int(Tier.INT4))
+    tiers = torch.where(torch.rand(200) < 0.4, int(Tier.LOW), int(Tier.HIGH))
     mixed = packed.retier(tiers)
     key = dequantise(mixed, torch.float32)[0]
     where = {(row, slot): i for i, (row, slot) in enumerate(zip(mixed.token_row().tolist(), mixed.slots().tolist()))}
@@ -144,7 +144,7 @@ def test_low_tokens_survive_every_move() -> None:
         moved_key = dequantise(moved, torch.float32)[0]
         for i, (row, slot) in enumerate(zip(moved.token_row().tolist(), moved.slots().tolist())):
             assert torch.equal(moved_key[i], key[where[rows[row], slot]])
-    joined = mixed.join(_ragged([3, 3, 3]).retier(torch.full((9,), int(Tier.INT2))))
+    joined = mixed.join(_ragged([3, 3, 3]).retier(torch.full((9,), int(Tier.LOW))))
     assert int(joined.low().sum()) == int(mixed.low().sum()) + 9
     assert torch.equal(dequantise(joined, torch.float32)[0][:130], key[:130])
     assert len(mixed.low_key_codes) + len(mixed.key_codes) == 200

@@ -205,18 +205,18 @@ def load_field(codes, first, steps, real, f: tl.constexpr, bits: tl.constexpr, l
 
 @triton.jit
 def middles(few, is_low, levels: tl.constexpr, low_levels: tl.constexpr):
-    """Low codes [page, n] in units of the INT4 tier's scale (see ``quant.middle``); zero where not low."""
+    """Low codes [page, n] in units of the high tier's scale (see ``quant.middle``); zero where not low."""
     step: tl.constexpr = (levels + 1) // (low_levels + 1)
     return tl.where(is_low[:, None], few * step + (step - 1) * 0.5, 0.0)
 
 
 @triton.jit
 def load_codes(codes, low_codes, high, low, many, count, c):
-    """Codes of a page, in units of the INT4 tier's scale: parts [page, tile], zero past ``count``.
+    """Codes of a page, in units of the high tier's scale: parts [page, tile], zero past ``count``.
 
     Args:
         codes, low_codes: of both tiers. high, low: places of the page's first tokens among those of their tiers.
-        many: tokens of the page in the INT4 tier, which come first. count: tokens of the page. c: :class:`Parts`.
+        many: tokens of the page in the high tier, which come first. count: tokens of the page. c: :class:`Parts`.
     """
     steps = tl.arange(0, c.page)
     is_low = (steps >= many) & (steps < count)

@@ -75,7 +75,7 @@ def choose(device: str, dim: int, bits: int, kind: str, path: Path = TABLE) -> L
     """The first row that fits.
 
     Args:
-        device: its name. dim: head dim. bits: of the keys in the INT4 tier. kind: of :data:`KINDS`. path: of the table.
+        device: its name. dim: head dim. bits: of the keys in the high tier. kind: of :data:`KINDS`. path: of the table.
 
     Example:
         >>> choose("a GPU that nobody has measured", 128, 4, "tiered").warps

@@ -270,7 +270,7 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quanti
     """Same as :func:`fade_runtime.storage.packed.quantise`, in Triton: rotation, quantisation and packing in one pass.
 
     Args:
-        key, value: [T, D], of any float dtype. page_len: [P] int32 tokens of each page. bits: those of the INT4 tier.
+        key, value: [T, D], of any float dtype. page_len: [P] int32 tokens of each page. bits: those of the high tier.
 
     Returns:
         key codes [T, D * bits / 8], their scale and zero [P, D] and reach [P, 3]; value codes, their scale and zero

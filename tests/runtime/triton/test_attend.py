@@ -50,9 +50,9 @@ def _packed(
     packed = pack_tokens(key, value * 5, rows, slots, None, bits=Bits(*bits), page_tokens=page)
     if not mixed:
         return packed
-    kinds = torch.tensor([Tier.INT4, Tier.INT2, Tier.INT2, Tier.EVICTED])
+    kinds = torch.tensor([Tier.HIGH, Tier.LOW, Tier.LOW, Tier.EVICTED])
     tiers = kinds[torch.randint(4, (len(packed),), generator=generator)]
-    tiers[0] = Tier.INT2
+    tiers[0] = Tier.LOW
     return packed.retier(tiers)
 
 
@@ -106,7 +106,7 @@ def test_equals_the_reference(dim: int, queries: int) -> None:
 def test_all_bits_and_tiers(bits: tuple[int, ...], kind: str) -> None:
     packed = _packed([70, 5], 80, bits, mixed=kind == "both")
     if kind == "low":
-        packed = packed.retier(torch.full((75,), int(Tier.INT2)))
+        packed = packed.retier(torch.full((75,), int(Tier.LOW)))
     _agree(_alone, _asked(packed, 2, 3, 7, masked=False))
 
 
