@@ -333,7 +333,7 @@ class TokenStore:
         return sum(len(tokens) for tokens in self.body()), sum(t.untyped_storage().nbytes() for t in stored)
 
     def widths(self) -> tuple[int, int, float]:
-        """Numbers of a key and a value together, bytes of each in full precision, bytes of both in the codes of the high tier."""
+        """Channels of a key and a value together, bytes of each in full precision, bytes of both as high-tier codes."""
         key, value, bits = self.full.key, self.full.value, self.config.bits
         codes = (key.shape[3] * bits.key + value.shape[3] * bits.value) / 8
         return key.shape[3] + value.shape[3], key.element_size(), codes

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fade_runtime.storage.tiers import Budgets, Tier, TierPlan, plan_tiers, rank_in_row
+from fade_runtime.storage.tiers import Budgets, Tier, plan_tiers, rank_in_row
 from predictor.errors import FadeError
 
 
 @given(st.data())
 @pytest.mark.parametrize("low_tier", [Tier.LOW, Tier.PQ])
 def test_plan_fills_the_tiers_of_each_row_best_first(low_tier: Tier, data: st.DataObject) -> None:
-    """Against a loop over each row's tokens, best first: the high tier while it lasts, the low tier while it lasts, then out."""
+    """Against a loop over each row's tokens, best first: the high tier while it lasts, the low tier, then out."""
     lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     some = lambda least, most: data.draw(st.lists(st.integers(least, most), min_size=len(rows), max_size=len(rows)))
