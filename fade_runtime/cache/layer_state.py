@@ -144,7 +144,7 @@ def _tiered(
     store.full = FullTokens(**parts["full"])
     store.packed = replace(store.packed, **parts["packed"])
     store.pq = None if store.pq is None else replace(store.pq, **parts["pq"])
-    store.policies = held.get("policies")
+    store.profiles = held.get("policies")
     for name in STORE:
         setattr(store, name, stored[name])
     store.sequences = shared(stored["sequences"], device)

@@ -21,7 +21,8 @@ from fade_runtime.config.memory_target import MemoryController, target_bytes
 from fade_runtime.guard.guard import Guard
 from fade_runtime.layer.layer import TieredLayer
 from fade_runtime.layer.sequences import Shared
-from fade_runtime.policies.base import POLICIES, Policy
+from fade_runtime.policies.base import Policy
+from fade_runtime.policies.registry import POLICIES
 from fade_runtime.policies.text import SeenText, find_tokenizer, table_for
 from predictor.errors import FadeError
 from predictor.rope import find_rotary

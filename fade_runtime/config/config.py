@@ -1,108 +1,38 @@
-"""What the user may choose."""
+"""What the user may choose: one flat constructor over four groups of options."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fade_runtime.config.checks import TOP_K, check_together, whole
-from fade_runtime.policies.base import POLICIES
-from fade_runtime.storage.packed import Bits
-from fade_runtime.storage.quant import PAGE_TOKENS
-from fade_runtime.storage.tiers import Tier
+from fade_runtime.config.budget_options import BudgetOptions
+from fade_runtime.config.guard_options import GuardOptions
+from fade_runtime.config.score_options import ScoreOptions
+from fade_runtime.config.storage_options import StorageOptions
+from fade_runtime.config.validation import is_whole
+from predictor.bundle import Predictor
 from predictor.certificate import SHARE, choose_rung
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from fade_runtime.storage.pq import CodebookSet
-    from predictor.bundle import Predictor
+from predictor.registry import load_predictor
 
 PRESETS = ("safe", "balanced", "aggressive")
-CHOICES = {
-    "phase": (None, "1a", "1b", "2"),
-    "low_tier": ("int2", "pq"),
-    "positions": ("original", "streaming"),
-    "guard": ("off", "warn", "rollback"),
-    "spill": ("none", "host", "disk"),
-    "on_rollback": ("continue", "redecode"),
-    "compression": ("on", "off"),
-}
 
 
 @dataclass(frozen=True)
-class FadeConfig:
+class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
     """How a tiered cache spends its memory.
 
     Body tokens, those between the sinks and the recent window, go to the high tier while its budget lasts, then to
-    the low tier, then out.
-
-    Attributes:
-        n_sink: first tokens of a sequence that stay in full precision (attention sinks).
-        recent_window: newest tokens that stay in full precision.
-        int4_budget: body tokens per kv head in the high tier: a whole number, a share of the context (a float in
-            (0, 1]), "topk" for max(128, 5 % of the context), or None for all of them.
-        low_budget: body tokens per kv head in the low tier, a whole number or a share; 0: no low tier; None: all that
-            the high tier does not take, so that nothing is evicted.
-        memory: bytes that the cache may take, in place of a budget: a number, a text such as "512MiB", or a share of
-            the device memory that is free when the cache is made (a float in (0, 1]). Compression of the body rises in
-            steps from 4x to 16x as tokens come. Layers that are not compressed (sliding windows) are not counted.
-        low_tier: "int2" (few bits, by default 4 for keys and 2 for values) or "pq" (product quantisation: a few bytes
-            a token, but a quarter in 4 bits and the rest so lost KL .056 on SmolLM2-135M where int2 lost .002, no more
-            than evicting it).
-        middle_k_bits, middle_v_bits: bits of keys and values in the high tier: 2, 4 or 8.
-        low_k_bits, low_v_bits: bits of keys and values in the low tier, no more than in the high tier.
-        page_tokens: kept tokens of a kv head that share the scales of their keys, 8 to 64. Fewer are more exact and
-            take more bytes, more are faster to read.
-        codebook: for "pq": a directory written by `python -m pipelines.train_codebook`, or a loaded codebook.
-        tau, low_tau: shares of a kv head's score, in (0, 1]: the high tier takes no more of the best tokens than hold
-            ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
-        eviction_policy: "position", "h2o", "ema", "adaptive", "learned", "fastgen": whose score decides. "adaptive" is
-            "ema" that lets the scores fill the tiers: tau .9 and low_tau .99 unless given. "fastgen" finds for each kv
-            head, at the end of the prompt, how little of its attention must be kept; int4_budget then is the most that
-            a head may keep. With a predictor learned budgets are the least, and the profile may raise them.
-        predictor: for "learned", possible for "fastgen": `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a
-            hub id, or a loaded predictor.
-        head_budgets: with a predictor: give each kv head the budget that the predictor learned for it (their mean is
-            the budget given); with False, or a predictor without budgets, all heads get the same.
-        recover: for "fastgen": share of a kv head's attention that its policy must recover, in (0, 1]. The policies:
-            special tokens; and punctuation; and frequent tokens; and local ones; everything.
-        frequent_share, local_share: for "fastgen": shares of the context that count as frequent and as local.
-        tokenizer: for "fastgen", which must know special tokens and punctuation, and to compare an assistant's: a
-            tokenizer, its directory, or None for the one that lies where the model was loaded from. Nothing is
-            downloaded.
-        assistant: a smaller model that reads the end of each prompt too, and has a part in the scores: a model of the
-            same tokenizer, its directory, or a number: so many first layers of the model itself.
-        assist_weight: the main model's part in the scores, from .6 to .8.
-        assist_tail: tokens at the end of a prompt that the assistant reads.
-        positions: "original": keys keep the rotation of their place in the text. "streaming": kept tokens are
-            rotated to contiguous positions when they are read, so generation may run past the trained context.
-        reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
-        chunked_prefill: the prompt comes in several calls: compress when the first single token comes, so that chunks
-            give exactly what one call gives. False: compress after each call of ``reassign_every`` tokens or more.
-        ema_decay: decay per step of the "ema" policy's moving average.
-        guard: "off"; "warn" when attention goes to evicted tokens that the scores did not expect it on; "rollback":
-            also bring them back, head by head, then layer by layer, then all, until the forecast holds again.
-        spill: where evicted tokens go for that: "none", "host" memory, or "disk".
-        spill_dir: for "disk": a folder, which may be shared; what is written there goes with the cache, and after a
-            crash at the next start. Of a process that was forked, a cache of its parent is refused there.
-        spill_limit: most bytes of spilled tokens; then the oldest are dropped for good. None: no limit.
-        monitor_every: decode steps in which the guard looks at each layer once.
-        kl_target: a kv head whose KL(true attention over blocks || forecast) stays below goes back to its budget.
-        kl_alarm: one above it has failed.
-        prefetch: bring back evicted tokens while decoding that are looked at as much as kept ones are, at the look that
-            finds it; they compete for the budget again, and what is weaker leaves instead.
-        shadow_every: decode steps between two runs of the whole text in full precision, with which the guard compares
-            next-token distributions; each costs as much as a prompt of that length. None: never.
-        on_rollback: "continue" with the text as it is, or "redecode": drop the tokens generated since all layers were
-            last found in order, and decode them again (:mod:`fade_runtime.cache.redecode`); until they are found in
-            order they stay in full precision and out of the statistics, about ``monitor_every`` tokens.
-        compression: "off": this cache keeps everything exact, for requests that must not be risked.
-        strict: refuse a predictor or codebook that was trained for another model; with False, warn.
-        phase: FADE's name for a stage: "1a" and "1b" evict nothing, "2" evicts; None: the budgets say it.
+    the low tier, then out. All options are given by name, each is described by its group:
+    :class:`~fade_runtime.config.storage_options.StorageOptions` (form),
+    :class:`~fade_runtime.config.budget_options.BudgetOptions` (how many),
+    :class:`~fade_runtime.config.score_options.ScoreOptions` (which),
+    :class:`~fade_runtime.config.guard_options.GuardOptions` (what if that fails).
 
     Raises:
         FadeError: an option out of its range, or options that contradict each other.
@@ -116,84 +46,71 @@ class FadeConfig:
         predictor.errors.FadeError: eviction_policy 'best' is not one of position, h2o, ema, adaptive, learned, fastgen
     """
 
-    n_sink: int = 4
-    recent_window: int = 64
-    int4_budget: int | float | str | None = None
-    low_budget: int | float | None = 0
-    memory: int | float | str | None = None
-    low_tier: str = "int2"
-    middle_k_bits: int = 4
-    middle_v_bits: int = 4
-    low_k_bits: int | None = None
-    low_v_bits: int = 2
-    page_tokens: int = PAGE_TOKENS
-    codebook: str | Path | CodebookSet | None = None
-    tau: float | None = None
-    low_tau: float | None = None
-    eviction_policy: str = "h2o"
-    predictor: str | Path | Predictor | None = None
-    head_budgets: bool = True
-    recover: float = 0.95
-    frequent_share: float = 0.3
-    local_share: float = 0.3
-    tokenizer: Any = None
-    assistant: Any = None
-    assist_weight: float = 0.7
-    assist_tail: int = 1024
-    positions: str = "original"
-    reassign_every: int = 64
-    chunked_prefill: bool = False
-    ema_decay: float = 0.95
-    guard: str = "off"
-    spill: str = "none"
-    spill_dir: str | Path | None = None
-    spill_limit: int | None = None
-    monitor_every: int = 64
-    kl_target: float = 0.05
-    kl_alarm: float = 0.1
-    prefetch: bool = False
-    shadow_every: int | None = None
-    on_rollback: str = "continue"
-    compression: str = "on"
-    strict: bool = True
-    phase: str | None = None
-
     def __post_init__(self) -> None:
-        """Check every option by itself, then together; numbers of numpy become Python's."""
+        """Check each group by itself, then all together; numbers of numpy become Python's."""
         for field in fields(self):
             if isinstance(value := getattr(self, field.name), np.generic):
                 object.__setattr__(self, field.name, value.item())
-        wholes = ("n_sink", 0), ("recent_window", 1), ("reassign_every", 1), ("assist_tail", 1), ("monitor_every", 1)
-        for name, least in wholes:
-            value = getattr(self, name)
-            if not whole(value) or value < least:
-                raise FadeError(f"{name} {value!r} is not a whole number of at least {least}")
-        for name, choices in (*CHOICES.items(), ("eviction_policy", tuple(POLICIES))):
-            if getattr(self, name) not in choices:
-                allowed = ", ".join(str(choice) for choice in choices)
-                raise FadeError(f"{name} {getattr(self, name)!r} is not one of {allowed}")
-        if not 0 < self.ema_decay < 1:
-            raise FadeError(f"ema_decay {self.ema_decay!r} is not between 0 and 1")
-        for name in ("recover", "frequent_share", "local_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise FadeError(f"{name} {getattr(self, name)!r} is not a share in (0, 1]")
-        check_together(self)
+        self.check_storage()
+        self.check_budgets()
+        self.check_scores()
+        self.check_guard()
+        self._check_together()
 
-    @property
-    def bits(self) -> Bits:
-        """Bits of both tiers; keys of the low tier have those of the high tier, at most 4, unless told otherwise."""
-        low_key = min(self.middle_k_bits, 4) if self.low_k_bits is None else self.low_k_bits
-        return Bits(self.middle_k_bits, self.middle_v_bits, low_key, self.low_v_bits)
+    def _check_together(self) -> None:
+        """Refuse options of different groups that contradict each other."""
+        self._check_tiers()
+        if is_whole(self.int4_budget) and is_whole(self.low_budget):
+            total = self.int4_budget + self.low_budget  # type: ignore[operator]
+            if 0 < total < self.n_sink:
+                raise FadeError(
+                    f"a budget of {total} tokens is smaller than n_sink {self.n_sink}; raise it, or lower n_sink"
+                )
+        if self.phase in ("1a", "1b") and self.ranks:
+            raise FadeError(
+                f"phase {self.phase!r} evicts nothing; leave int4_budget and memory at None, and fastgen out, or set "
+                "phase='2'"
+            )
+        for name in ("tau", "low_tau"):
+            if getattr(self, name) not in (None, 1) and self.eviction_policy == "position":
+                raise FadeError(
+                    f"{name} {getattr(self, name)!r} needs scores that are shares; eviction_policy 'position' has none"
+                )
+        if self.eviction_policy == "fastgen":
+            if self.predictor is not None and not (self.int4_budget or self.memory):
+                raise FadeError(
+                    "fastgen with a predictor raises learned budgets; set int4_budget, their mean (or memory)"
+                )
+            if min(self.shares) < 1:
+                raise FadeError("tau and low_tau share out scores by head, as fastgen does itself; leave them at None")
+        if self.assistant is not None and (self.eviction_policy == "position" or not self.ranks):
+            raise FadeError(
+                "assistant has a part in scores, and none decides here; set int4_budget, and not policy 'position'"
+            )
+        if self.on_rollback == "redecode" and self.recent_window < 2 * self.monitor_every:
+            raise FadeError(
+                f"on_rollback 'redecode' drops up to 2 x monitor_every {self.monitor_every} tokens, which must be in "
+                f"the recent_window {self.recent_window}; lower monitor_every to {self.recent_window // 2} or less"
+            )
 
-    @property
-    def has_low_tier(self) -> bool:
-        """Whether tokens can be demoted below the high tier."""
-        return self.low_budget != 0
-
-    @property
-    def low(self) -> Tier:
-        """What the low tier is."""
-        return Tier.PQ if self.low_tier == "pq" else Tier.LOW
+    def _check_tiers(self) -> None:
+        """Whether what the low tier is fits there being one."""
+        bits, low = self.bits, self.low_tier if self.has_low_tier else None
+        for fewer, middle, name in ((bits.low_key, bits.key, "k"), (bits.low_value, bits.value, "v")):
+            if low is not None and fewer > middle:
+                raise FadeError(
+                    f"low_{name}_bits {fewer} is more than middle_{name}_bits {middle}; demotion only takes bits away"
+                )
+        if bits.key == 2 or (low == "int2" and bits.low_key == 2):
+            warnings.warn(
+                "2-bit keys cost much quality: K2V2 measured KL .02 to .22 on SmolLM2-135M where K4V2 has .009; "
+                "use 4-bit keys (the default)",
+                stacklevel=5,
+            )
+        if low == "pq" and self.codebook is None:
+            raise FadeError("low_tier 'pq' needs a codebook; train one with `python -m pipelines.train_codebook`")
+        if low != "pq" and self.codebook is not None:
+            raise FadeError("codebook is given but no low tier uses it; set low_tier='pq' and low_budget")
 
     @property
     def ranks(self) -> bool:
@@ -207,12 +124,6 @@ class FadeConfig:
         """``tau`` and ``low_tau`` with their defaults."""
         tau, low_tau = (0.9, 0.99) if self.eviction_policy == "adaptive" else (1.0, 1.0)
         return tau if self.tau is None else self.tau, low_tau if self.low_tau is None else self.low_tau
-
-    def budgets(self, seen: int) -> tuple[int, int] | None:
-        """Body tokens that a kv head may keep in both tiers after ``seen`` tokens, or None: all in the high tier."""
-        if self.int4_budget is None:
-            return None
-        return _tokens(self.int4_budget, seen), _tokens(self.low_budget, seen)
 
     def with_options(self, **options: Any) -> FadeConfig:
         """Return a copy with some options changed; an unknown name is refused."""
@@ -283,8 +194,6 @@ class FadeConfig:
             >>> FadeConfig.risk(kl=0.01, predictor="smollm2-135m-instruct").eviction_policy
             'learned'
         """
-        from predictor.registry import load_predictor
-
         if not kl > 0 or not 0 < confidence < 1 or not 0 < share < 1:
             raise FadeError(
                 f"kl {kl!r}, confidence {confidence!r}, share {share!r}: use more than 0, and shares between 0 and 1"
@@ -301,11 +210,3 @@ class FadeConfig:
     def _evicting(cls, budget: float, predictor: Any, options: dict[str, Any]) -> FadeConfig:
         policy = "h2o" if predictor is None else "learned"
         return cls(int4_budget=budget, eviction_policy=policy, predictor=predictor).with_options(**options)
-
-
-def _tokens(budget: int | float | str | None, seen: int) -> int:
-    if budget is None:
-        return seen
-    if budget == TOP_K:
-        return max(128, int(0.05 * seen))
-    return int(budget * seen) if isinstance(budget, float) else int(budget)

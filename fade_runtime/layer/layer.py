@@ -25,7 +25,6 @@ from fade_runtime.layer.store import TokenStore
 from fade_runtime.layer.stored_layer import StoredLayer
 from fade_runtime.layer.tiered import attend_tiers
 from fade_runtime.policies.base import Policy
-from fade_runtime.policies.fastgen import FastGen
 from fade_runtime.storage.heap import give_back
 from predictor import rope
 from predictor.errors import FadeError
@@ -105,7 +104,7 @@ class TieredLayer(StoredLayer):
             value_states,
             state=self._keeps_state,
             codebook=self._codebook,
-            profiled=isinstance(self.policy, FastGen),
+            profiled=self.policy.reads_text,
             spill=None if self.watch is None else self.watch.guard.spill,
         )
         self.prompts = [0] * len(key_states)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fade_runtime.config.config import FadeConfig
-from fade_runtime.policies.base import Policy
-from fade_runtime.policies.fastgen import FastGen
+from fade_runtime.policies.base import Policy, ProfiledTokens
 from fade_runtime.storage.tiers import Budgets, plan_tiers
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def row_budgets(
     int4: list[int] = []
     low: list[int] = []
     wanted = None if asked is None else asked.view(-1, heads).tolist()
-    bound = min if not policy.raises else max if share is None else lambda budget, _: budget
+    bound = min if not policy.profile_is_floor else max if share is None else lambda budget, _: budget
     for row, length in enumerate(lengths.tolist()):
         given = (config.budgets(length) or (length, 0)) if share is None else (int(share * length), 0)
         total = sum(given)
@@ -83,11 +82,11 @@ def plan(
     scores = layer.scores(slots.float() if state is None else state, rows, slots)
     lengths, heads = store.sequences.lengths, store.heads
     most: Tensor | None = None
-    if isinstance(policy, FastGen) and layer.text is not None:
-        assert store.policies is not None
+    if store.profiles is not None and layer.text is not None:
         classes = store.sequences.by_slot(layer.text.classes(store.seen))[rows // heads, slots]
-        ages, each = lengths[rows // heads] - 1 - slots, lengths.repeat_interleave(heads)
-        scores, most = policy.narrow(scores, rows, store.policies.flatten(), classes, ages, each)
+        age = lengths[rows // heads] - 1 - slots
+        tokens = ProfiledTokens(rows, classes, age, store.profiles.flatten(), lengths.repeat_interleave(heads))
+        scores, most = policy.narrow(scores, tokens)
     share = None if layer.memory is None else layer.memory.share(lengths, heads, *store.widths())
     budgets = row_budgets(config, policy, layer.index, lengths, heads, most, share)
     return plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=config.low).tiers.long(), scores

@@ -11,7 +11,6 @@ from torch import Tensor
 from fade_runtime.layer.attention import AttentionCall
 from fade_runtime.layer.store import TokenStore
 from fade_runtime.policies.base import Policy, Prompt
-from fade_runtime.policies.fastgen import FastGen
 from predictor import rope
 from predictor.features import attention_and_mass
 
@@ -65,9 +64,8 @@ def begin(
         if state is not None:
             state = _helped(policy, text, state, row, own)
             full.state[row][:, kept] = state
-            if isinstance(policy, FastGen) and text is not None:
-                assert store.policies is not None
-                store.policies[row] = policy.profile(state, text.classes(sequences.seen)[row, own])
+            if store.profiles is not None and text is not None:
+                store.profiles[row] = policy.profile(state, text.classes(sequences.seen)[row, own])
     return None if out is None else out.transpose(1, 2)
 
 

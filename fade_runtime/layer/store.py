@@ -46,14 +46,14 @@ class TokenStore:
         key, value: [B, H, Q, D] of the first tokens, for their shapes, dtype and device; they are not stored.
         state: whether to keep a statistic for each token.
         codebook: of the layer, for the PQ tier.
-        profiled: whether each kv head has a policy of its own (:mod:`fade_runtime.policies.fastgen`).
+        profiled: whether kv heads have profiles (:meth:`fade_runtime.policies.Policy.profile`).
         spill: where evicted tokens go, or None.
 
     Attributes:
         full: full-precision tokens: everything until the first compression, then sinks and newest.
         packed: the high tier and the low tier.
         pq: the PQ tier, or None if there is none.
-        policies: [B, H] int8 policy of each kv head (``fastgen.Keeps``), or None.
+        profiles: [B, H] int8 what each kv head is to keep of the text (:meth:`Policy.profile`), or None.
         spilled: evicted tokens that can come back, or None. back: those, in the view that :meth:`whole` gives.
         sequences: which columns are tokens of which row; a token's slot is its place among them.
         moved: the slot up to which each row's tokens have left full precision, sinks excepted.
@@ -88,7 +88,7 @@ class TokenStore:
             from fade_runtime.storage.pq import PQTokens
 
             self.pq = PQTokens.empty(batch * heads, codebook, key.device, state=state)
-        self.policies = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
+        self.profiles = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
         self.spilled = None if spill is None else SpilledTokens(spill, key.device)
         self.back: list[Body] = []
         self.sequences = Sequences(0, batch, key.device)
@@ -180,7 +180,7 @@ class TokenStore:
         self.sequences = sequences
         same = len(set(self.moved)) == 1  # a GPU would be waited for
         self.moved = self.moved[:1] * len(index) if same else [self.moved[row] for row in index.tolist()]
-        self.policies = None if self.policies is None else self.policies[index]
+        self.profiles = None if self.profiles is None else self.profiles[index]
         rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
         self.packed = self.packed.select_rows(rows)
         self.pq = None if self.pq is None else self.pq.select_rows(rows)
@@ -314,7 +314,7 @@ class TokenStore:
             "pq": {} if self.pq is None else self.pq.tensors(),
         }
         found = {f"{part}.{name}": tensor for part, stored in parts.items() for name, tensor in stored.items()}
-        return found if self.policies is None else {**found, "policies": self.policies}
+        return found if self.profiles is None else {**found, "policies": self.profiles}
 
     def counts(self) -> dict[str, int]:
         """Tokens in each tier, summed over rows; padding is no token."""

@@ -1,8 +1,8 @@
 """Policies: attention statistics -> importance scores.
 
-A policy keeps one number per token and kv head, its *state*. The prompt gives it a first value; each decode step
-decays it and adds the attention that the token received; from time to time it is turned into a score. Adding a policy
-takes a class here (or in a file of its own) and one line in :data:`POLICIES`.
+A policy keeps one number per token and kv head, its attention statistic. The prompt gives it a first value; each decode
+step decays it and adds the attention that the token received; from time to time it is turned into a score. Adding a
+policy takes a class here (or in a file of its own) and one line in :data:`fade_runtime.policies.registry.POLICIES`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from predictor import rope, scores
-from predictor.features import attention_rows, h2o_mass, prefill_features
-
-if TYPE_CHECKING:
-    from predictor.bundle import Predictor
+from predictor.bundle import Predictor
+from predictor.features import attention_rows, h2o_mass
 
 WINDOW = 64  # prompt queries that start the moving average
 
@@ -43,15 +40,40 @@ class Prompt:
     layer: int
 
 
+class ProfiledTokens(NamedTuple):
+    """Body tokens of a layer, and what the profile of each kv head was at the end of its prompt.
+
+    Attributes:
+        rows: [T] row (batch x kv head) of each token. classes: [T] int8 classes of :mod:`fade_runtime.policies.text`.
+        age: [T] tokens of the row that came later. profiles: [R] int8. lengths: [R] tokens of each row's text.
+    """
+
+    rows: Tensor
+    classes: Tensor
+    age: Tensor
+    profiles: Tensor
+    lengths: Tensor
+
+
 class Policy:
-    """The newest tokens are kept; no statistics. Also the base of the others."""
+    """The newest tokens are kept; no statistics. Also the base of the others.
+
+    Attributes:
+        name: in ``FadeConfig(eviction_policy=...)``.
+        decay: of the attention statistics, per decode step; None: the policy keeps none.
+        gain: factor on the attention that a step adds.
+        whole_prompt: the first statistics are `h2o_mass`, the attention of all queries of the prompt.
+        reads_text: the policy is told the class of each token, and profiles kv heads (:meth:`profile`).
+        profile_is_floor: what a profile asks for is the least that a head keeps, not the most.
+        predictor: what the policy has learned, or None.
+    """
 
     name = "position"
-    decay: float | None = None  # of the state, per step; None: no statistics
+    decay: float | None = None
     gain: float = 1.0
-    whole_prompt = False  # the first state is `h2o_mass`: the attention of all queries of the prompt
-    reads_text = False  # needs the class of each token (:mod:`fade_runtime.policies.text`)
-    raises = False  # what a text's profile asks for is the least that a head keeps, not the most
+    whole_prompt = False
+    reads_text = False
+    profile_is_floor = False
     predictor: Predictor | None = None
 
     def __deepcopy__(self, memo: object) -> Policy:
@@ -59,11 +81,11 @@ class Policy:
         return self
 
     def start(self, prompt: Prompt) -> Tensor | None:
-        """State [H, S] float32 after the prompt, or None."""
+        """Attention statistics [H, S] float32 after the prompt, or None."""
         return None
 
     def weights(self, steps: int, device: torch.device) -> Tensor | None:
-        """Weight [steps] of each new query's attention in the state, the newest last."""
+        """Weight [steps] float32 of each new query's attention in the statistics, the newest last."""
         return None if self.decay is None else _weights(steps, self.decay, self.gain, device)
 
     def check(self, layers: int, kv_heads: int) -> None:
@@ -80,14 +102,37 @@ class Policy:
         """Share of the context that each kv head of a layer keeps when the mean is ``share``; None: all the same."""
         return None
 
-    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
-        """Importance of tokens, higher = keep; linear in ``state`` at given slots.
+    def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
+        """Importance of tokens, higher = keep.
+
+        It must be linear in ``attention_stats``, token by token: a factor that depends on slots and lengths alone,
+        times the statistic. The cache relies on that where it turns attention or another model's scores into
+        statistics, by dividing by the score of a statistic of one.
 
         Args:
-            state: [T] float32 statistics of tokens of one or many rows. slots: [T] their places in their rows.
-            seen: tokens of the row so far. prompt: tokens of its first prompt. Numbers, or [T] where rows differ.
+            attention_stats: [T] float32 statistics of tokens of one or many rows.
+            slots: [T] int64 their places in their rows.
+            seen: tokens of the row so far, a number or [T]. prompt: tokens of its first prompt, a number or [T].
+
+        Returns:
+            [T] float32.
         """
         return scores.position(slots)
+
+    def profile(self, attention_stats: Tensor, classes: Tensor) -> Tensor | None:
+        """What each kv head is to keep of a text, found at the end of its prompt; None: there are no profiles.
+
+        Args:
+            attention_stats: [H, S] float32 of the prompt's tokens. classes: [S] int8.
+
+        Returns:
+            [H] int8, for :meth:`narrow` to read.
+        """
+        return None
+
+    def narrow(self, scores: Tensor, tokens: ProfiledTokens) -> tuple[Tensor, Tensor | None]:
+        """Scores [T] as the profiles of kv heads want them, and how many tokens each row asks for, [R] or None."""
+        return scores, None
 
 
 class H2O(Policy):
@@ -101,9 +146,9 @@ class H2O(Policy):
         """Mass over all queries of the prompt."""
         return h2o_mass(prompt.query, prompt.key, prompt.scaling)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
+    def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """Mass divided by the number of queries that could see the token."""
-        return scores.h2o(state, seen - slots)
+        return scores.h2o(attention_stats, seen - slots)
 
 
 class Ema(Policy):
@@ -122,14 +167,14 @@ class Ema(Policy):
         assert self.decay is not None
         return scores.ema(rows, self.decay)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
+    def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """The average; for tokens younger than the prompt corrected for starting at zero.
 
         Source: Kingma and Ba 2015, Adam (arXiv 1412.6980), section 3.
         """
         assert self.decay is not None
         started = 1 - self.decay ** (seen - slots).clamp(min=1).float()
-        return state / torch.where(slots < prompt, 1.0, started)
+        return attention_stats / torch.where(slots < prompt, 1.0, started)
 
 
 class Adaptive(Ema):
@@ -138,79 +183,9 @@ class Adaptive(Ema):
     name = "adaptive"
 
 
-class Learned(Ema):
-    """A predictor's forecast of attention over the coming steps, which decoding then corrects."""
-
-    name = "learned"
-    predictor: Predictor
-
-    def __init__(self, predictor: Predictor, head_budgets: bool = True) -> None:
-        super().__init__(decay=1 - 1 / predictor.spec.horizon)
-        self.predictor = predictor
-        self.budgets = predictor.budgets if head_budgets else None
-
-    def check(self, layers: int, kv_heads: int) -> None:
-        """Refuse learned budgets that some layer or head lacks."""
-        if self.budgets is not None:
-            what = f"predictor {self.predictor.name}"
-            self.budgets.refuse_other_heads(what, kv_heads, least=layers, most=None)
-
-    def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
-        """From the bundle's table of losses, if it has one."""
-        return None if self.budgets is None else self.budgets.allocate(round(min(share, 1.0), 3))[layer]
-
-    @torch.no_grad()
-    def start(self, prompt: Prompt) -> Tensor:
-        """The forecast as a share of attention, the unit of what decoding adds."""
-        spec = self.predictor.spec
-        table = prompt.table(prompt.key.shape[1] + spec.horizon)
-        given = prompt.query, prompt.key, prompt.value
-        seen = prefill_features(*given, scaling=prompt.scaling, table=table, spec=spec, layer=prompt.layer)
-        return self.predictor.forecast(seen)
-
-
 @functools.lru_cache(maxsize=8)
 def _weights(steps: int, decay: float, gain: float, device: torch.device) -> Tensor:
     """Shared by all layers and steps, so nobody writes to it, and it must outlive inference mode."""
     with torch.inference_mode(False):
         age = torch.arange(steps - 1, -1, -1, device=device, dtype=torch.float32)
         return gain * decay**age
-
-
-def _learned(options: PolicyOptions) -> Policy:
-    from predictor.registry import load_predictor
-
-    assert options.predictor is not None
-    return Learned(load_predictor(options.predictor), options.head_budgets)
-
-
-def _fastgen(options: PolicyOptions) -> Policy:
-    from fade_runtime.policies.fastgen import fastgen
-
-    return fastgen(options)
-
-
-class PolicyOptions(Protocol):
-    """What a policy may ask of the configuration."""
-
-    @property
-    def ema_decay(self) -> float:
-        """Decay per step of a moving average."""
-
-    @property
-    def head_budgets(self) -> bool:
-        """Whether to use the predictor's budget for each kv head."""
-
-    @property
-    def predictor(self) -> str | Path | Predictor | None:
-        """A predictor or its reference."""
-
-
-POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
-    "position": lambda options: Policy(),
-    "h2o": lambda options: H2O(),
-    "ema": lambda options: Ema(options.ema_decay),
-    "adaptive": lambda options: Adaptive(options.ema_decay),
-    "learned": _learned,
-    "fastgen": _fastgen,
-}

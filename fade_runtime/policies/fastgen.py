@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fade_runtime.policies.base import WINDOW, Learned, Policy, Prompt
+from fade_runtime.policies.base import WINDOW, Policy, ProfiledTokens, Prompt
+from fade_runtime.policies.learned import Learned
 from fade_runtime.policies.text import PUNCTUATION, SPECIAL
 from fade_runtime.storage.tiers import rank_in_row
 from predictor import scores
@@ -123,7 +123,7 @@ class FastGen(Policy):
         self.ranking: Policy = learned or Accumulated()
         self.decay, self.gain = self.ranking.decay, self.ranking.gain
         self.predictor = self.ranking.predictor
-        self.raises = learned is not None
+        self.profile_is_floor = learned is not None
 
     def start(self, prompt: Prompt) -> Tensor | None:
         """As whatever ranks the tokens."""
@@ -137,32 +137,33 @@ class FastGen(Policy):
         """The learned ones, with a predictor."""
         return self.ranking.head_shares(layer, share)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
-        """As whatever ranks the tokens."""
-        return self.ranking.score(state, slots, seen, prompt)
+    def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
+        """As whatever ranks the tokens: [T]."""
+        return self.ranking.score(attention_stats, slots, seen, prompt)
 
-    def profile(self, state: Tensor, classes: Tensor) -> Tensor:
-        """The cheapest sufficient policy of each kv head, from the state [H, S] after the prompt."""
-        return profile(state, classes, self.shares, self.n_sink, self.recent_window)
+    def profile(self, attention_stats: Tensor, classes: Tensor) -> Tensor:
+        """The cheapest sufficient :class:`Keeps` of each kv head, [H] int8, from statistics [H, S] after the prompt."""
+        return profile(attention_stats, classes, self.shares, self.n_sink, self.recent_window)
 
-    def narrow(
-        self, score: Tensor, rows: Tensor, policies: Tensor, classes: Tensor, age: Tensor, length: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Score body tokens so that those that their head keeps come first, special ones before all; not if it raises.
+    def narrow(self, scores: Tensor, tokens: ProfiledTokens) -> tuple[Tensor, Tensor]:
+        """Tokens that their head keeps come first, special ones before all; not if the profile is a floor.
 
         Args:
-            score: [T] shares of attention. rows: [T]. policies: [R] values of :class:`Keeps`.
-            classes, age: [T]. length: [R].
+            scores: [T] shares of attention. tokens: of the same order; their profiles are values of :class:`Keeps`.
 
         Returns:
             scores [T]; how many tokens each row asks for, [R].
         """
-        order = (2 * rows - score.double().clamp(max=1)).argsort(stable=True)  # by row, then by share of attention
+        rows = tokens.rows
+        order = (2 * rows - scores.double().clamp(max=1)).argsort(stable=True)  # by row, then by share of attention
         rank = torch.empty_like(rows)
         rank[order] = rank_in_row(rows[order])
-        held = kept(policies[rows], classes, rank, age, length[rows], self.shares)
-        asked = torch.bincount(rows[held], minlength=len(policies))
-        return score if self.raises else (score + (classes == SPECIAL)).masked_fill(~held, -1), asked
+        keeps, lengths = tokens.profiles[rows], tokens.lengths[rows]
+        held = kept(keeps, tokens.classes, rank, tokens.age, lengths, self.shares)
+        wanted = torch.bincount(rows[held], minlength=len(tokens.profiles))
+        if self.profile_is_floor:
+            return scores, wanted
+        return (scores + (tokens.classes == SPECIAL)).masked_fill(~held, -1), wanted
 
 
 class Accumulated(Policy):
@@ -176,16 +177,7 @@ class Accumulated(Policy):
         first = prompt.key.shape[1] - last.shape[1]
         return attention_rows(last, prompt.key, prompt.scaling, first=first).sum(1)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
+    def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """Sum divided by the number of counted queries that could see the token."""
-        counted = seen - prompt + torch.as_tensor(prompt, device=state.device).clamp(max=WINDOW)
-        return scores.h2o(state, torch.minimum(seen - slots, counted))
-
-
-def fastgen(options: Any) -> FastGen:
-    """Make the policy that a configuration asks for."""
-    from fade_runtime.policies.base import POLICIES
-
-    learned = None if options.predictor is None else POLICIES["learned"](options)
-    shares = Shares(options.recover, options.frequent_share, options.local_share)
-    return FastGen(shares, options.n_sink, options.recent_window, learned)  # type: ignore[arg-type]
+        counted = seen - prompt + torch.as_tensor(prompt, device=attention_stats.device).clamp(max=WINDOW)
+        return scores.h2o(attention_stats, torch.minimum(seen - slots, counted))

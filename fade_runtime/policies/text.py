@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import unicodedata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,17 @@ from torch.nn.functional import pad
 
 from predictor.errors import FadeError
 
-if TYPE_CHECKING:
-    from fade_runtime.cache.assistant import Assistant
-
 OTHER, SPECIAL, PUNCTUATION = 0, 1, 2
+
+
+class Assistant(Protocol):
+    """A smaller model that reads prompts too (:class:`fade_runtime.cache.assistant.Assistant`)."""
+
+    def importance(self, ids: Tensor) -> Tensor:
+        """Attention [n] float32 of sum 1 that the newest n tokens of a prompt, ids [S], receive."""
+
+    def fused(self, score: Tensor, importance: Tensor) -> Tensor:
+        """A policy's scores [H, S] with the assistant's [n] mixed in: [H, S]."""
 
 
 class SeenText:

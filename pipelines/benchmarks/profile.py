@@ -68,7 +68,7 @@ def profile(
         **forward_kwargs(cache, lm),
     )
     total = time.perf_counter() - started
-    found = Counter(int(one) for layer in cache.tiered for one in layer.tokens.policies.flatten())  # type: ignore[union-attr]
+    found = Counter(int(one) for layer in cache.tiered for one in layer.tokens.profiles.flatten())  # type: ignore[union-attr]
     row = {
         "bench": "profile",
         "context": context,

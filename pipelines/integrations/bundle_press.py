@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig, Tier
 from fade_runtime.layer.planner import row_budgets
-from fade_runtime.policies.base import Learned, Prompt
+from fade_runtime.policies.base import Prompt
+from fade_runtime.policies.learned import Learned
 from fade_runtime.storage.tiers import plan_tiers
 from pipelines.evaluation.peers import MissingPeer, under_older_names
 from predictor.errors import FadeError

@@ -16,7 +16,7 @@ from PIL import Image
 
 from data.lm import load_tokenizer
 from data.trace import Traces
-from fade_runtime.config.config import POLICIES
+from fade_runtime.policies.registry import POLICIES
 from pipelines import evaluate
 from pipelines.evaluation import held_out
 from pipelines.evaluation.measure import Method

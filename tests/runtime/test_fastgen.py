@@ -101,7 +101,7 @@ def test_each_head_keeps_what_its_cheapest_policy_holds(
             score = mass / torch.arange(PROMPT, 0, -1).clamp(max=64)
             found = classes[ids[row // 2]].tolist()
             policy = _cheapest(mass.tolist(), found, body, sizes)
-            assert int(cache.tiered[layer].tokens.policies.flatten()[row]) == policy
+            assert int(cache.tiered[layer].tokens.profiles.flatten()[row]) == policy
             assert _kept(cache, layer, row) == _members(policy, score.tolist(), found, body, sizes)
 
 
@@ -111,7 +111,7 @@ def test_the_test_above_meets_several_policies(model: Any, tiny_tokenizer: Any) 
         config = _config(tiny_tokenizer, recover=recover, frequent_share=0.2, local_share=0.25)
         cache = create_tiered_cache(model, config)
         model(_ids(), **forward_kwargs(cache, model))
-        found |= {int(one) for layer in cache.tiered for one in layer.tokens.policies.flatten()}
+        found |= {int(one) for layer in cache.tiered for one in layer.tokens.profiles.flatten()}
     assert len(found) >= 4
 
 
@@ -141,7 +141,7 @@ def test_while_decoding_new_marks_stay_and_the_local_part_moves(model: Any, tiny
     forced = torch.tensor([[Keeps.SPECIAL, Keeps.PUNCTUATION]]), torch.tensor([[Keeps.LOCAL, Keeps.FULL]])
     before = [_kept(cache, layer, row) for layer in (0, 1) for row in (0, 1)]
     for layer, policies in zip(cache.tiered, forced):
-        layer.tokens.policies = policies.to(torch.int8)
+        layer.tokens.profiles = policies.to(torch.int8)
     for step in range(PROMPT, 150):
         model(ids[:, step : step + 1], **forward_kwargs(cache, model))
     upto = 150 - len(cache.tiered[0].tokens.full) + 2 + 8  # tokens when the body was planned last
@@ -171,7 +171,7 @@ def test_padded_rows_and_beams_equal_what_they_are_alone(model: Any, tiny_tokeni
         alone = create_tiered_cache(model, config)
         model.generate(prompt, past_key_values=alone, max_new_tokens=1)
         for layer in (0, 1):
-            assert torch.equal(cache.tiered[layer].tokens.policies[row], alone.tiered[layer].tokens.policies[0])
+            assert torch.equal(cache.tiered[layer].tokens.profiles[row], alone.tiered[layer].tokens.profiles[0])
             for head in (0, 1):
                 assert _kept(cache, layer, 2 * row + head) == _kept(alone, layer, head)
     assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
@@ -260,7 +260,7 @@ def test_a_session_goes_on_with_the_same_logits(tiny_model_dir: Path, tmp_path: 
             model(ids[:, step : step + 1], **forward_kwargs(each, model)).logits for each in (loaded, cache)
         )
         assert torch.equal(got, expected)
-    assert all(torch.equal(a.tokens.policies, b.tokens.policies) for a, b in zip(loaded.tiered, cache.tiered))
+    assert all(torch.equal(a.tokens.profiles, b.tokens.profiles) for a, b in zip(loaded.tiered, cache.tiered))
 
 
 def _predictor(model: Any, path: Path, budgets: HeadBudgets | None) -> Any:
@@ -286,7 +286,7 @@ def test_with_a_predictor_the_profile_raises_learned_budgets(model: Any, tiny_to
         for row in (0, 1):
             forecast = whole.tiered[layer].tokens.full.state[0, row].tolist()
             policy = _cheapest(forecast, classes, body, sizes)
-            assert int(cache.tiered[layer].tokens.policies[0, row]) == policy
+            assert int(cache.tiered[layer].tokens.profiles[0, row]) == policy
             asked = len(_members(policy, forecast, classes, body, sizes))
             learned = round(100 * budgets.allocate(0.3)[layer][row])
             raised += asked > learned

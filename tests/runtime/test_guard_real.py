@@ -13,7 +13,8 @@ from torch import Tensor
 
 from data.corpus import builtin_families
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
-from fade_runtime.policies.base import Learned, Prompt
+from fade_runtime.policies.base import Prompt
+from fade_runtime.policies.learned import Learned
 from fade_runtime.transformers_api import forward_kwargs
 
 pytestmark = pytest.mark.slow
