@@ -16,9 +16,9 @@ from torch import Tensor
 from pipelines.cli import run
 from predictor.budgets import SHARES, HeadBudgets, learn_budgets
 from predictor.errors import FadeError
-from predictor.headboard import lost_when_kept
+from predictor.head_metrics import lost_when_kept
 from predictor.nets import ScoreNet, TokenMLP
-from predictor.scoreboard import token_scores
+from predictor.scorenet import token_scores
 
 
 def study(

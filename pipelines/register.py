@@ -74,12 +74,12 @@ def register(
         )
     predictor, collection = _load(checkpoint), Traces(traces)
     refuse_other_traces(predictor.manifest, f"checkpoint {checkpoint}", collection)
-    from predictor.scoreboard import GATE, best_heuristic
+    from predictor.heuristics import GATE, best_heuristic
 
     if predictor.budgets is None:
         predictor.budgets = head_budgets(predictor.net, traces)
     trained = Candidate(predictor, evaluate(predictor, traces))
-    table = trained.board.table()
+    table = trained.metrics.table()
     print(format_table(table))
     best, mark = best_heuristic(table)
     reached = table["net"][GATE]
@@ -119,10 +119,10 @@ def register(
 
 @dataclass
 class Candidate:
-    """A predictor, its scoreboard, what it cost in the cache, and what that means."""
+    """A predictor, its metrics on the traces, what it cost in the cache, and what that means."""
 
     predictor: Predictor
-    board: Any
+    metrics: Any
     certificate: dict[str, Any] | None = None
     promoted: bool = False
     reason: str = ""
@@ -144,7 +144,7 @@ def closed_form_instead(trained: Candidate, closed_form: Predictor, traces: str)
 
 def publish(candidate: Candidate, folder: Path, name: str, alias: str, tracking_uri: str | None) -> int:
     """Write the bundle, register it, set the alias if it is promoted; returns the version."""
-    from predictor.scoreboard import GATE, best_heuristic
+    from predictor.heuristics import GATE, best_heuristic
 
     predictor, certificate = candidate.predictor, candidate.certificate
     save_bundle(
@@ -152,12 +152,12 @@ def publish(candidate: Candidate, folder: Path, name: str, alias: str, tracking_
         predictor.net,
         spec=predictor.spec,
         provenance=predictor.provenance,
-        metrics=predictor.metrics | candidate.board.values(),
+        metrics=predictor.metrics | candidate.metrics.values(),
         manifest=predictor.manifest,
         budgets=predictor.budgets,
         certificate=None if certificate is None else as_facts(certificate),
     )
-    table = candidate.board.table()
+    table = candidate.metrics.table()
     best, mark = best_heuristic(table)
     tags = {
         "kind": predictor.net.kind,
@@ -190,18 +190,18 @@ def _load(checkpoint: str) -> Predictor:
 
 
 def evaluate(predictor: Predictor, traces: str) -> Any:
-    """Hold a predictor against oracle and heuristics on the validation documents; returns the Scoreboard."""
+    """Hold a predictor against oracle and heuristics on the validation documents; returns the RankingMetrics."""
     from tqdm import tqdm
 
     from data.datamodule import TraceDataModule
-    from predictor.scoreboard import Scoreboard
+    from predictor.ranking_metrics import RankingMetrics
 
     module = TraceDataModule(traces)
     module.setup("validate")
-    board = Scoreboard()
+    metrics = RankingMetrics()
     for batch in tqdm(module.val_dataloader(), desc="Validation documents", unit="batch"):
-        board.update(predictor.net, batch)
-    return board
+        metrics.update(predictor.net, batch)
+    return metrics
 
 
 def head_budgets(net: ScoreNet, traces: str) -> HeadBudgets:
@@ -209,7 +209,7 @@ def head_budgets(net: ScoreNet, traces: str) -> HeadBudgets:
     from tqdm import tqdm
 
     from data.datamodule import TraceDataModule
-    from predictor.scoreboard import token_scores
+    from predictor.scorenet import token_scores
 
     module = TraceDataModule(traces)
     module.setup("fit")

@@ -14,9 +14,9 @@ from pipelines.cli import run
 from pipelines.register import BEST
 from predictor.bundle import Predictor, load_bundle
 from predictor.errors import FadeError
+from predictor.heuristics import GATE
 from predictor.metrics import gap_closed
-from predictor.reselect import AVERAGES, ReselectBoard, block_net
-from predictor.scoreboard import GATE
+from predictor.reselect import AVERAGES, ReselectMetrics, block_net
 from predictor.scorenet import BlockNet
 from predictor.temporal import EmaBank, advance
 
@@ -48,17 +48,17 @@ def reselect(
     if len(loaded) < len(predictors):
         raise FadeError(f"predictors {', '.join(predictors)} end in the same name; rename a folder")
     for steps in every:
-        boards = measure(loaded, traces, steps, stride, batch_size)
+        metrics = measure(loaded, traces, steps, stride, batch_size)
         print(f"choosing again every {steps} steps, recovery at budget {GATE} of the blocks")
-        print(format_rows(compare({name: block_net(loaded[name].net) for name in boards}, boards)))
+        print(format_rows(compare({name: block_net(loaded[name].net) for name in metrics}, metrics)))
         print()
 
 
-def compare(nets: Mapping[str, BlockNet], boards: Mapping[str, ReselectBoard]) -> list[dict[str, Any]]:
+def compare(nets: Mapping[str, BlockNet], metrics: Mapping[str, ReselectMetrics]) -> list[dict[str, Any]]:
     """One row for each contestant, best first; the networks' rows say what they cost."""
     table: dict[str, float] = {}
-    for name, board in boards.items():
-        own = {who: row[GATE] for who, row in board.table().items()}
+    for name, each in metrics.items():
+        own = {who: row[GATE] for who, row in each.table().items()}
         table |= {other: value for other, value in own.items() if other != "net"} | {name: own["net"]}
     best = max(table[average] for average in AVERAGES)
     rows = []
@@ -66,7 +66,7 @@ def compare(nets: Mapping[str, BlockNet], boards: Mapping[str, ReselectBoard]) -
         row: dict[str, Any] = {"by": name, "recovery": table[name]}
         row["gap_closed"] = gap_closed(table[name], best, table["oracle"])
         if name in nets:
-            values = boards[name].values()
+            values = metrics[name].values()
             row |= {"worst_1%": values[f"worst_percentile_recovery_at_{GATE}"]}
             row |= {key: values[key] for key in ("block_kl", "block_kl_calibrated", "temperature")}
             row["parameters"] = sum(parameter.numel() for parameter in nets[name].parameters())
@@ -110,8 +110,8 @@ def _load(folder: str) -> Predictor:
 
 def measure(
     predictors: Mapping[str, Predictor], traces: str, every: int, stride: int = 1, batch_size: int = 30
-) -> dict[str, ReselectBoard]:
-    """Fill one ReselectBoard for each predictor from the validation documents."""
+) -> dict[str, ReselectMetrics]:
+    """Fill one ReselectMetrics for each predictor from the validation documents."""
     from tqdm import tqdm
 
     from data.datamodule import TraceDataModule
@@ -120,11 +120,11 @@ def measure(
     module.setup("validate")
     for predictor in predictors.values():
         predictor.net.check_spec(module.traces.spec)
-    boards = {name: ReselectBoard(every, stride=stride) for name in predictors}
+    metrics = {name: ReselectMetrics(every, stride=stride) for name in predictors}
     for batch in tqdm(module.val_dataloader(), desc="Validation documents", unit="batch"):
-        for name, board in boards.items():
-            board.update(predictors[name].net, batch)
-    return boards
+        for name, each in metrics.items():
+            each.update(predictors[name].net, batch)
+    return metrics
 
 
 def cost_ms(net: BlockNet, rounds: int = 5) -> float:

@@ -96,8 +96,8 @@ class KeepBest(SaveConfigCallback):
         batches = trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
         limit = sum(trainer.num_val_batches) or len(batches)
         for batch in islice(batches, int(min(limit, len(batches)))):
-            pl_module.board.update(pl_module.net, trainer.strategy.batch_to_device(batch))
-        values = pl_module.read_board()
+            pl_module.metrics.update(pl_module.net, trainer.strategy.batch_to_device(batch))
+        values = pl_module.compute_metrics()
         self.best = Candidate(copy.deepcopy(pl_module.net), values, pl_module.tables(), epoch=trainer.current_epoch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from predictor.calibration import START, STEPS, best_temperature, temperatures, tempered_kl
@@ -301,3 +301,10 @@ class Calibration(Metric):
         if self.rows == 0:
             return torch.tensor([START, float("nan")])
         return torch.tensor(best_temperature((self.total / self.rows).cpu()))
+
+
+def reset_metrics(module: nn.Module) -> None:
+    """Reset every metric inside a module."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.reset()

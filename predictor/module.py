@@ -11,25 +11,17 @@ import torch.distributed
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from predictor.batches import Batch, Target, block_mass, block_targets, heads_of, target_mass
 from predictor.budgets import HeadBudgets, LossTable, lost_attention
 from predictor.errors import FadeError
-from predictor.headboard import TARGETS, BudgetBoard, rows_of_heads
+from predictor.head_metrics import TARGETS, HeadBudgetMetrics, rows_of_heads
+from predictor.heuristics import GATE
 from predictor.losses import LOSSES
 from predictor.nets import TokenMLP
+from predictor.ranking_metrics import BUDGETS, RankingMetrics
 from predictor.registry import load_predictor
-from predictor.reselect import ReselectBoard, block_net, blocks_at, horizon_mass, timeline
-from predictor.scoreboard import (
-    BUDGETS,
-    GATE,
-    Batch,
-    Scoreboard,
-    Target,
-    block_targets,
-    target_mass,
-    token_scores,
-)
-from predictor.scorenet import BlockNet, ScoreNet, check_size
-from predictor.temporal import block_mass, heads_of
+from predictor.reselect import ReselectMetrics, block_net, blocks_at, horizon_mass, timeline
+from predictor.scorenet import BlockNet, ScoreNet, check_size, token_scores
 
 MONITOR = f"val/recovery_at_{GATE}"
 LAYERS, HEADS = "layers.csv", "heads.csv"
@@ -111,14 +103,14 @@ class PredictorModule(TraceModule):
         self.net, self.loss, self.target, self.steps = net, loss, target, steps
         self.every, self.places = every, places
         self.lr, self.weight_decay = lr, weight_decay
-        self.board: Scoreboard | ReselectBoard = Scoreboard(budgets)
+        self.metrics: RankingMetrics | ReselectMetrics = RankingMetrics(budgets)
         if every is not None:
             block_net(net)
             if steps is not None or target != "sum":
                 raise FadeError(
                     f"every {every} forecasts the mean of as many steps; leave out steps {steps} and target {target!r}"
                 )
-            self.board = ReselectBoard(every, budgets, stride=stride)
+            self.metrics = ReselectMetrics(every, budgets, stride=stride)
         self._tables: dict[str, Rows] = {}
         self.calibrated: Tensor
         self.register_buffer("calibrated", torch.tensor(False))
@@ -159,21 +151,21 @@ class PredictorModule(TraceModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.board.update(self.net, batch)
+        self.metrics.update(self.net, batch)
         size = len(batch["length"])
         self.log("val/loss", self.loss_of(batch), batch_size=size, on_epoch=True, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        for name, value in self.read_board().items():
+        for name, value in self.compute_metrics().items():
             self.log(f"val/{name}", value, prog_bar=f"val/{name}" == MONITOR)
 
-    def read_board(self) -> dict[str, float]:
-        """Take the numbers off the board, clear it, and give the network the temperature that was found."""
-        values = self.board.values()
-        self._tables = {LAYERS: self.board.by_layer(), HEADS: self.board.by_head()}
+    def compute_metrics(self) -> dict[str, float]:
+        """Return the validation numbers, start anew, and give the network the temperature that was found."""
+        values = self.metrics.values()
+        self._tables = {LAYERS: self.metrics.by_layer(), HEADS: self.metrics.by_head()}
         if isinstance(self.net, BlockNet) and "temperature" in values:
             self.net.temperature.fill_(values["temperature"])
-        self.board.reset()
+        self.metrics.reset()
         return values
 
     def tables(self) -> dict[str, Rows]:
@@ -219,7 +211,7 @@ class HeadBudgetModule(TraceModule):
             raise FadeError(f"lost {lost!r} is not known; use one of {', '.join(TARGETS)}")
         check_shares(shares)
         self.save_hyperparameters()
-        self.target, self.board = lost, BudgetBoard(shares)
+        self.target, self.metrics = lost, HeadBudgetMetrics(shares)
         net: ScoreNet = TokenMLP()
         if scorer is not None:
             predictor = load_predictor(scorer)
@@ -258,15 +250,15 @@ class HeadBudgetModule(TraceModule):
         self.learned = {kind: table.budgets() for kind, table in self._pooled().items()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.board.update(self.net, batch, self.learned)
+        self.metrics.update(self.net, batch, self.learned)
 
     def on_validation_epoch_end(self) -> None:
-        for name, value in self.board.values().items():
+        for name, value in self.metrics.values().items():
             self.log(f"val/{name}", value)
-        self.board.reset()
+        self.metrics.reset()
 
     def tables(self) -> dict[str, Rows]:
-        return {HEADS: rows_of_heads(self.learned[self.target], self.board.budgets)}
+        return {HEADS: rows_of_heads(self.learned[self.target], self.metrics.budgets)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lost"] = {kind: table.state() for kind, table in self._pooled().items()}

@@ -8,20 +8,21 @@ Shapes: R rows (one document, layer, kv head each), W history steps, T recorded 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
+from predictor.batches import Batch, block_mass, heads_of
 from predictor.calibration import kl_divergence
 from predictor.errors import FadeError
 from predictor.features import block_sizes
-from predictor.metrics import Calibration, Recovery, RowMean, RowQuantile, gap_closed, recovery, topk_recall
-from predictor.scoreboard import GATE, WORST, Batch, calibration_values, rows_by_head, rows_by_layer
+from predictor.heuristics import GATE
+from predictor.metrics import Calibration, RowMean, RowQuantile, recovery, topk_recall
+from predictor.ranking_metrics import WORST, RecoveryMetrics, calibration_values, recovery_values, without_nan
 from predictor.scorenet import BlockNet, ScoreNet
-from predictor.temporal import DECAYS, average_weights, block_mass, heads_of
+from predictor.temporal import DECAYS, average_weights
 
 AVERAGES = {f"ema{100 * decay:.0f}": decay for decay in DECAYS}
 FIXED = "ema95"  # what a selection that is fixed at the end of the prompt ranks by
@@ -90,7 +91,7 @@ def held(forecasts: Tensor, length: Tensor, made: Tensor, block: int) -> Tensor:
     return forecasts.masked_fill(start >= (length[:, None] + made + 1)[..., None], torch.inf)
 
 
-class ReselectBoard(nn.Module):
+class ReselectMetrics(RecoveryMetrics):
     """Recovery of re-selection, averaged over steps: a network, the averages, the fixed selection and the oracle.
 
     The oracle knows the mean of the steps that a selection is held for.
@@ -105,20 +106,13 @@ class ReselectBoard(nn.Module):
     """
 
     def __init__(self, every: int = 1, budgets: Sequence[float] = (GATE,), stride: int = 1) -> None:
-        super().__init__()
+        super().__init__(("net", "oracle", "fixed", *AVERAGES), budgets)
         if every < 1 or stride < 1:
             raise FadeError(f"every {every} and stride {stride} count steps; use at least 1")
-        self.every, self.stride, self.budgets = every, stride, sorted({*budgets, GATE}, reverse=True)
-        self.names = ("net", "oracle", "fixed", *AVERAGES)
-        self._recovery = nn.ModuleList(Recovery(self.budgets) for _ in self.names)
+        self.every, self.stride = every, stride
         self.worst = RowQuantile(recovery, WORST, budgets=[GATE])
         self.recall = RowMean(topk_recall, budget=GATE)
         self.calibration, self.kl = Calibration(), RowMean(kl_divergence)
-
-    @property
-    def recovery(self) -> dict[str, Recovery]:
-        """The metric of everything on the board, by name."""
-        return dict(zip(self.names, cast("Iterable[Recovery]", self._recovery)))
 
     @torch.no_grad()
     def update(self, net: ScoreNet, batch: Batch) -> None:
@@ -151,40 +145,13 @@ class ReselectBoard(nn.Module):
         self.kl.update(*rows)
         self.calibration.update(*rows)
 
-    def reset(self) -> None:
-        """Forget all batches."""
-        for metric in (*self.recovery.values(), self.worst, self.recall, self.kl, self.calibration):
-            metric.reset()
-
-    def table(self) -> dict[str, dict[float, float]]:
-        """Return the mean recovery of everything on the board at each budget."""
-        return {
-            name: dict(zip(self.budgets, metric.compute().reshape(-1).tolist()))
-            for name, metric in self.recovery.items()
-        }
-
     def values(self) -> dict[str, float]:
         """Return every number under its readable name, as a tracking server takes it."""
-        table, out = self.table(), {}
-        for budget in self.budgets:
-            net, oracle = table["net"][budget], table["oracle"][budget]
-            out[f"recovery_at_{budget}"] = net
-            out[f"gap_closed_at_{budget}"] = gap_closed(net, best_average(table, budget)[1], oracle)
-            out[f"oracle/recovery_at_{budget}"] = oracle
-            for name in ("fixed", *AVERAGES):
-                out[f"heuristic/{name}/recovery_at_{budget}"] = table[name][budget]
+        out = recovery_values(self.table(), ("fixed", *AVERAGES), best_average)
         out[f"worst_percentile_recovery_at_{GATE}"] = float(self.worst.compute())
         out[f"topk_recall_at_{GATE}"] = float(self.recall.compute())
         out |= calibration_values(self.kl, self.calibration)
-        return {name: value for name, value in out.items() if value == value}  # a gap of nothing is nan
-
-    def by_layer(self) -> list[dict[str, float]]:
-        """Return one row a layer: recovery at the gate's budget of everything on the board."""
-        return rows_by_layer(self.recovery, self.budgets.index(GATE))
-
-    def by_head(self) -> list[dict[str, float]]:
-        """Return one row a layer and kv head: recovery at the gate's budget of everything on the board."""
-        return rows_by_head(self.recovery, self.budgets.index(GATE))
+        return without_nan(out)
 
 
 def averages(line: Tensor, at: Tensor) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from predictor.batches import Batch, heads_of, hidden_of
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, PrefillFeatures, block_sizes
 
@@ -155,3 +156,33 @@ class BlockNet(ScoreNet):
         inside = pad(log_ema, (0, -slots % self.block), value=-math.inf).unflatten(-1, (-1, self.block))
         spread = (inside - inside.logsumexp(-1, keepdim=True)) + forecast[..., None]
         return spread.flatten(-2)[..., :slots]
+
+
+@torch.no_grad()
+def token_scores(net: ScoreNet, batch: Batch) -> Tensor:
+    """Score a padded batch exactly as the runtime scores a prompt: rows of one length at a time, no padding.
+
+    Args:
+        net: the network. batch: R trace rows, as :func:`data.dataset.collate` pads them to S tokens.
+
+    Returns:
+        [R, S] log importance; 0 on padding.
+
+    Raises:
+        FadeError: the network gives something that is not a number.
+    """
+    out = torch.zeros(batch["mask"].shape, device=batch["mask"].device)
+    for length in batch["length"].unique().tolist():
+        rows = (batch["length"] == length).nonzero().flatten()
+        blocks = int(batch["block_mask"][rows[0]].sum())
+        features = PrefillFeatures(
+            batch["tokens"][rows, :length],
+            batch["history_mean"][rows, :, :blocks],
+            batch["history_max"][rows, :, :blocks],
+            hidden_of(batch, rows, length),
+            heads=heads_of(batch)[rows],
+        )
+        out[rows, :length] = net.score(features).float()
+    if not out.isfinite().all():
+        raise FadeError(f"{type(net).__name__} gives scores that are not numbers; train it again")
+    return out

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
 from predictor import scores
+from predictor.batches import block_mass
 from predictor.errors import FadeError
 from predictor.features import FLOOR
 from predictor.scorenet import LEAST, BlockNet
@@ -23,16 +24,6 @@ FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the im
 SHARP = 4.0  # of the softplus, in units of an even share: it changes only what is near nothing
 DECAYS = (0.0, 0.5, 0.7, 0.85, 0.95, 0.99)
 PACE = 3.0  # at which a head's own numbers move, against weights that every row trains
-
-
-def block_mass(batch: Mapping[str, Tensor]) -> Tensor:
-    """Attention mass of each prompt block at each history step, [R, W, N]."""
-    return batch["history_mean"] * batch["block_size"][:, None]
-
-
-def heads_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Layer and kv head of each row, [R, 2]."""
-    return torch.stack((batch["layer"], batch["head"]), dim=-1)
 
 
 class BlockCNN(BlockNet):

@@ -9,7 +9,7 @@ import torch
 
 from pipelines.plots.quality import STYLE, pyplot, save
 from predictor.budgets import ALLOCATIONS, HeadBudgets, lost_curves
-from predictor.scoreboard import GATE
+from predictor.heuristics import GATE
 
 LEAST = 1e-4  # a loss below this is drawn here
 
@@ -38,7 +38,7 @@ def draw_head_budgets(path: Path, budgets: HeadBudgets, metrics: Mapping[str, fl
     """Draw lost attention against the kept share, and the share of each kv head when a quarter is kept.
 
     Args:
-        path: PNG to write. budgets: the table that is kept. metrics: of the board, name -> value.
+        path: PNG to write. budgets: the table that is kept. metrics: of the validation, name -> value.
     """
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1, 1.4))

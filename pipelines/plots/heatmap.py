@@ -12,11 +12,10 @@ from torch import Tensor
 
 from data.trace import HIDDEN, Row, Traces
 from predictor import scores
+from predictor.batches import heads_of, hidden_of
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.features import PrefillFeatures, block_sizes
-from predictor.scoreboard import hidden_of
-from predictor.temporal import heads_of
 
 EVERY = 16  # steps between two forecasts of a network that reads attention history
 

@@ -16,12 +16,13 @@ from data.plan import CollectSettings, prepare
 from data.trace import Traces
 from fade_runtime import FadeConfig, create_tiered_cache
 from pipelines.train import main
+from predictor.batches import hidden_of
 from predictor.bundle import Predictor, load_bundle
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, Hidden, PrefillFeatures
 from predictor.module import PredictorModule
 from predictor.nets import HiddenMLP, TokenMLP, build_net
-from predictor.scoreboard import hidden_of, token_scores
+from predictor.scorenet import token_scores
 
 SIZES = dict(layers=2, kv_heads=2, dim=16)
 

@@ -9,7 +9,7 @@ from data.datamodule import TraceDataModule
 from pipelines.budget_study import expected_loss, learned, study
 from pipelines.cli import run
 from predictor.nets import TokenMLP
-from predictor.scoreboard import token_scores
+from predictor.scorenet import token_scores
 
 
 def test_expected_loss_is_what_was_dropped(tiny_traces: Path) -> None:

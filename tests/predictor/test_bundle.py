@@ -23,7 +23,7 @@ from predictor.files import sha256_file
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import first_values_fingerprint, model_provenance
 from predictor.registry import SHIPPED
-from predictor.scoreboard import token_scores
+from predictor.scorenet import token_scores
 from predictor.sealed import sealed
 
 

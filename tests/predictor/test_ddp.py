@@ -13,7 +13,7 @@ from data.datamodule import TraceDataModule
 from predictor.budgets import learn_budgets
 from predictor.bundle import load_bundle
 from predictor.nets import TokenMLP
-from predictor.scoreboard import token_scores
+from predictor.scorenet import token_scores
 
 from .test_fit_and_register import traces  # noqa: F401 (a fixture)
 

@@ -15,11 +15,11 @@ from pipelines.train import main
 from predictor.budgets import learn_budgets, lost_attention
 from predictor.bundle import load_bundle, save_bundle
 from predictor.errors import FadeError
-from predictor.headboard import BudgetBoard
+from predictor.head_metrics import HeadBudgetMetrics
 from predictor.module import HeadBudgetModule
 from predictor.nets import TokenMLP
 from predictor.registry import _client
-from predictor.scoreboard import token_scores
+from predictor.scorenet import token_scores
 
 from .test_fit_and_register import one_line, runs, store, traces  # noqa: F401 (fixtures)
 
@@ -131,12 +131,12 @@ def test_budgets_by_head_lose_less_than_the_same_for_all(make_batch):
     net = TokenMLP()
     net.score = lambda features: batch["target_max"][:, : features.tokens.shape[1]]
     tables = {kind: learn_budgets(partial(token_scores, net), [batch]) for kind in ("max", "sum")}
-    board = BudgetBoard((0.25,))
-    board.update(net, batch, tables)
-    values = board.values()
+    metrics = HeadBudgetMetrics((0.25,))
+    metrics.update(net, batch, tables)
+    values = metrics.values()
     assert values["max/lost_at_0.25"] < 0.75 * values["uniform/lost_at_0.25"]
     with pytest.raises(FadeError, match="1 layers and 2 kv heads were seen, and validation has more"):
-        board.update(net, {**batch, "layer": batch["layer"] + 1}, tables)
+        metrics.update(net, {**batch, "layer": batch["layer"] + 1}, tables)
 
 
 def test_a_scorer_ranks_the_tokens(fitted, traces, tmp_path, capsys):  # noqa: F811

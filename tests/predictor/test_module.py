@@ -12,8 +12,10 @@ from scipy.optimize import brentq
 from scipy.special import log_softmax
 from torch.utils.data import DataLoader
 
+from predictor.batches import block_targets, target_mass
 from predictor.errors import FadeError
 from predictor.features import FEATURES
+from predictor.heuristics import HEURISTICS
 from predictor.losses import (
     LOSSES,
     SHARES,
@@ -29,7 +31,8 @@ from predictor.losses import (
 from predictor.metrics import recovery
 from predictor.module import MONITOR, PredictorModule
 from predictor.nets import BlockCNN, TokenMLP
-from predictor.scoreboard import BUDGETS, HEURISTICS, Scoreboard, block_targets, target_mass, token_scores
+from predictor.ranking_metrics import BUDGETS, RankingMetrics
+from predictor.scorenet import token_scores
 
 
 def fit(module, batches, epochs=1, **options):
@@ -193,7 +196,7 @@ def test_blend_is_half_of_each_as_shares(make_batch):
         target_mass(batch, "median")
 
 
-def test_board_names_the_worst_the_middle_the_ranks_and_each_head(make_batch):
+def test_metrics_name_the_worst_the_middle_the_ranks_and_each_head(make_batch):
     """An oracle for a network: nothing is better; its opposite: nothing is worse."""
 
     class Oracle(TokenMLP):
@@ -203,12 +206,12 @@ def test_board_names_the_worst_the_middle_the_ranks_and_each_head(make_batch):
 
     batch, values = make_batch([400, 420]), {}
     for sign in (1, -1):
-        board, net = Scoreboard(), Oracle(sign)
+        metrics, net = RankingMetrics(), Oracle(sign)
         net.score = lambda features, sign=sign: sign * features.tokens[..., 0]
         batch["target_sum"] = batch["tokens"][..., 0].exp() * batch["mask"]
-        board.update(net, batch)
-        values[sign] = board.values()
-        assert [(row["layer"], row["head"]) for row in board.by_head()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        metrics.update(net, batch)
+        values[sign] = metrics.values()
+        assert [(row["layer"], row["head"]) for row in metrics.by_head()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     best, worst = values[1], values[-1]
     assert best["spearman"] == pytest.approx(1, abs=1e-4)
     assert worst["spearman"] == pytest.approx(-1, abs=1e-4)
@@ -224,29 +227,29 @@ def test_a_network_above_a_million_parameters_is_refused():
         PredictorModule(TokenMLP(hidden=1000))
 
 
-def test_board_agrees_with_the_functions(make_batch):
+def test_metrics_agree_with_the_functions(make_batch):
     batches = [make_batch([111, 163], seed=seed) for seed in (1, 2)]
-    board, net = Scoreboard(), TokenMLP()
+    metrics, net = RankingMetrics(), TokenMLP()
     for batch in batches:
-        board.update(net, batch)
-    table = board.table()
+        metrics.update(net, batch)
+    table = metrics.table()
     assert table["net"] == pytest.approx(table["ema_ea"])
     for name in HEURISTICS:
         parts = [recovery(HEURISTICS[name](b), b["target_sum"], b["mask"], b["eligible"], BUDGETS) for b in batches]
         assert list(table[name].values()) == pytest.approx(torch.cat(parts).mean(0).tolist(), abs=1e-5)
         assert all(table["oracle"][budget] >= table[name][budget] - 1e-6 for budget in BUDGETS)
-    assert len(board.by_layer()) == 2
-    board.reset()
-    assert not board.by_layer()
+    assert len(metrics.by_layer()) == 2
+    metrics.reset()
+    assert not metrics.by_layer()
 
 
 def test_no_batch_of_a_heuristic_needs_the_h2o_column(make_batch):
     batch = make_batch([111])
     del batch["h2o"]
-    board = Scoreboard()
-    board.update(TokenMLP(), batch)
-    assert "h2o" not in board.table()
-    assert "ema" in board.table()
+    metrics = RankingMetrics()
+    metrics.update(TokenMLP(), batch)
+    assert "h2o" not in metrics.table()
+    assert "ema" in metrics.table()
 
 
 def misleading(batch):
@@ -264,9 +267,9 @@ def test_mlp_learns_what_the_closed_form_cannot_know(make_batch):
     before = module.loss_of(held).item()
     trainer = fit(module, batches, epochs=15)
     assert module.loss_of(held).item() < before - 0.1
-    board = Scoreboard()
-    board.update(module.net, held)
-    table = board.table()
+    metrics = RankingMetrics()
+    metrics.update(module.net, held)
+    table = metrics.table()
     assert table["net"][0.5] > table["ema_ea"][0.5] + 0.02
     assert {MONITOR, "val/heuristic/ema/recovery_at_0.125", "val/gap_closed_at_0.5"} <= set(trainer.callback_metrics)
 

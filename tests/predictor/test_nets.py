@@ -8,8 +8,9 @@ import torch
 from predictor import scores
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, PrefillFeatures
+from predictor.heuristics import HEURISTICS
 from predictor.nets import NETS, BlockCNN, TokenMLP, build_net
-from predictor.scoreboard import HEURISTICS, token_scores
+from predictor.scorenet import token_scores
 
 MADE = {"layers": 2, "kv_heads": 2, "dim": 16}  # the language model behind make_batch
 

@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from predictor.errors import FadeError
 from predictor.module import PredictorModule
 from predictor.nets import TokenMLP
-from predictor.reselect import AVERAGES, ReselectBoard, blocks_at, horizon_mass, timeline
+from predictor.reselect import AVERAGES, ReselectMetrics, blocks_at, horizon_mass, timeline
 from predictor.temporal import BlockCNN, EmaBank
 from tests.predictor.test_module import fit
 
@@ -50,11 +50,11 @@ def by_hand(batch, every, budget, rank):
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, 40), (16, 40), (100, 100)])  # in 100, blocks come and grow old
-def test_board_agrees_with_a_loop(make_batch, every, steps):
+def test_metrics_agree_with_a_loop(make_batch, every, steps):
     batch = make_batch([163, 230], steps=steps)
-    board, net, budget = ReselectBoard(every, budgets=[0.6]), EmaBank(), 0.6
-    board.update(net, batch)
-    line, window, table = timeline(batch), 8, board.table()
+    metrics, net, budget = ReselectMetrics(every, budgets=[0.6]), EmaBank(), 0.6
+    metrics.update(net, batch)
+    line, window, table = timeline(batch), 8, metrics.table()
     assert table["oracle"][budget] == pytest.approx(
         by_hand(batch, every, budget, lambda i, made: line[i, window + made : window + made + every].mean(0)),
         abs=1e-4,
@@ -71,18 +71,18 @@ def test_board_agrees_with_a_loop(make_batch, every, steps):
 
 
 def test_fixed_is_a_selection_held_for_good(batch):
-    once, each = ReselectBoard(every=40, budgets=[0.6]), ReselectBoard(every=1, budgets=[0.6])
-    for board in (once, each):
-        board.update(EmaBank(), batch)
+    once, each = ReselectMetrics(every=40, budgets=[0.6]), ReselectMetrics(every=1, budgets=[0.6])
+    for metrics in (once, each):
+        metrics.update(EmaBank(), batch)
     assert once.table()["ema95"] == pytest.approx(each.table()["fixed"], abs=1e-6)
 
 
 def test_choosing_more_often_helps_who_knows_the_future(batch):
     tables = {}
     for every in (1, 8, 40):
-        board = ReselectBoard(every, budgets=[0.6])
-        board.update(EmaBank(), batch)
-        tables[every] = board.table()
+        metrics = ReselectMetrics(every, budgets=[0.6])
+        metrics.update(EmaBank(), batch)
+        tables[every] = metrics.table()
     oracle = [tables[every]["oracle"][0.6] for every in (1, 8, 40)]
     assert oracle == sorted(oracle, reverse=True)
     assert oracle[0] > oracle[2]
@@ -118,8 +118,8 @@ def test_horizon_is_cut_at_the_last_recorded_row(batch):
 def test_padding_never_changes_a_row(make_batch):
     net = EmaBank()
     torch.nn.init.normal_(net.head.weight)
-    boards = [ReselectBoard(4), ReselectBoard(4)]
-    boards[0].update(net, make_batch([163, 230], steps=20))
+    metrics = [ReselectMetrics(4), ReselectMetrics(4)]
+    metrics[0].update(net, make_batch([163, 230], steps=20))
     for row, length in enumerate((163, 230)):
         batch = make_batch([163, 230], steps=20)
         alone = {name: tensor[2 * row : 2 * row + 2] for name, tensor in batch.items()}
@@ -129,9 +129,9 @@ def test_padding_never_changes_a_row(make_batch):
         alone["future_mean"] = alone["future_mean"][..., : math.ceil((length + 20) / BLOCK)]
         for name in ("mask", "eligible"):
             alone[name] = alone[name][:, :length]
-        boards[1].update(net, alone)
-    for name, row in boards[0].table().items():
-        assert row == pytest.approx(boards[1].table()[name], abs=1e-5), name
+        metrics[1].update(net, alone)
+    for name, row in metrics[0].table().items():
+        assert row == pytest.approx(metrics[1].table()[name], abs=1e-5), name
 
 
 def test_numbers_of_one_head_move_that_head_alone(make_batch):
@@ -139,17 +139,17 @@ def test_numbers_of_one_head_move_that_head_alone(make_batch):
     torch.nn.init.normal_(net.head.weight)
     heads = []
     for _ in range(2):
-        board = ReselectBoard(4, stride=2)
-        board.update(net, batch)
-        heads.append({(row["layer"], row["head"]): row["net"] for row in board.by_head()})
+        metrics = ReselectMetrics(4, stride=2)
+        metrics.update(net, batch)
+        heads.append({(row["layer"], row["head"]): row["net"] for row in metrics.by_head()})
         torch.nn.init.normal_(net.own.data[1, 0])
     assert [place for place in heads[0] if heads[0][place] != heads[1][place]] == [(1, 0)]
 
 
 def test_values_tables_and_reset(make_batch):
-    board = ReselectBoard(every=4, stride=2)
-    board.update(EmaBank(), make_batch([520, 540], steps=20))
-    values = board.values()
+    metrics = ReselectMetrics(every=4, stride=2)
+    metrics.update(EmaBank(), make_batch([520, 540], steps=20))
+    values = metrics.values()
     assert {
         "recovery_at_0.25",
         "heuristic/fixed/recovery_at_0.25",
@@ -162,11 +162,11 @@ def test_values_tables_and_reset(make_batch):
     } <= set(values)
     assert values["block_kl_calibrated"] <= values["block_kl"] + 1e-6
     assert values["worst_percentile_recovery_at_0.25"] <= values["recovery_at_0.25"]
-    heads = board.by_head()
+    heads = metrics.by_head()
     assert [(row["layer"], row["head"]) for row in heads] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [row["layer"] for row in board.by_layer()] == [0, 1]
-    board.reset()
-    assert not board.by_head()
+    assert [row["layer"] for row in metrics.by_layer()] == [0, 1]
+    metrics.reset()
+    assert not metrics.by_head()
 
 
 def test_what_cannot_re_select_is_refused_by_name(batch):
@@ -175,7 +175,7 @@ def test_what_cannot_re_select_is_refused_by_name(batch):
     with pytest.raises(FadeError, match="every 4.*steps 2"):
         PredictorModule(EmaBank(), every=4, steps=2)
     with pytest.raises(FadeError, match="every 0"):
-        ReselectBoard(every=0)
+        ReselectMetrics(every=0)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_it_learns_a_march_that_averages_miss(make_batch, net):
 
     module = PredictorModule(net, every=1, loss="listwise", lr=0.02, budgets=(0.5,))
     fit(module, [marching(seed) for seed in range(6)], epochs=8)
-    module.board.update(module.net, marching(99))
-    table = module.board.table()
+    module.metrics.update(module.net, marching(99))
+    table = module.metrics.table()
     best = max(table[name][0.5] for name in AVERAGES)
     assert table["net"][0.5] > best + 0.3 * (table["oracle"][0.5] - best)
     temperature = float(module.net.temperature)

@@ -12,11 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from predictor.batches import Batch
 from predictor.budgets import HeadBudgets, lost_attention
 from predictor.errors import FadeError
-from predictor.metrics import RowMean
-from predictor.scoreboard import BUDGETS, Batch, token_scores
-from predictor.scorenet import ScoreNet
+from predictor.metrics import RowMean, reset_metrics
+from predictor.ranking_metrics import BUDGETS
+from predictor.scorenet import ScoreNet, token_scores
 
 TARGETS = ("max", "sum")
 UNIFORM = "uniform"
@@ -44,7 +45,7 @@ def lost_when_kept(shares: Sequence[Sequence[Sequence[float]]], scores: Tensor, 
     return lost_attention(scores, batch["target_max"].float(), batch["eligible"], batch["length"], kept)
 
 
-class BudgetBoard(nn.Module):
+class HeadBudgetMetrics(nn.Module):
     """Attention lost at several budgets, head by head as learned and with all heads alike.
 
     Args:
@@ -91,9 +92,7 @@ class BudgetBoard(nn.Module):
 
     def reset(self) -> None:
         """Forget all batches."""
-        for metrics in self.lost.values():
-            for metric in metrics:
-                metric.reset()
+        reset_metrics(self)
 
 
 def allocation(learned: Mapping[str, HeadBudgets], kind: str, budget: float) -> Sequence[Sequence[float]]:
