@@ -15,7 +15,7 @@ from data.trace import Traces
 from pipelines.certify import CLOSED_FORM, THIS, HeldOutTexts, as_facts, verdict
 from pipelines.cli import run
 from predictor.budgets import HeadBudgets, learn_budgets
-from predictor.bundle import Predictor, load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle
 from predictor.errors import FadeError
 from predictor.files import recover
 from predictor.nets import ScoreNet, TokenMLP
@@ -147,16 +147,9 @@ def publish(candidate: Candidate, folder: Path, name: str, alias: str, tracking_
     from predictor.heuristics import GATE, best_heuristic
 
     predictor, certificate = candidate.predictor, candidate.certificate
-    save_bundle(
-        folder,
-        predictor.net,
-        spec=predictor.spec,
-        provenance=predictor.provenance,
-        metrics=predictor.metrics | candidate.metrics.values(),
-        manifest=predictor.manifest,
-        budgets=predictor.budgets,
-        certificate=None if certificate is None else as_facts(certificate),
-    )
+    predictor.metrics |= candidate.metrics.values()
+    predictor.certificate = None if certificate is None else as_facts(certificate)
+    predictor.save(folder)
     table = candidate.metrics.table()
     best, mark = best_heuristic(table)
     tags = {

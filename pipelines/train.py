@@ -26,7 +26,7 @@ from pipelines.cli import guarded
 from pipelines.plots.head_budgets import draw_head_budgets, format_lost
 from pipelines.register import BEST, refuse_other_traces, trace_facts
 from predictor.budgets import HeadBudgets
-from predictor.bundle import save_bundle
+from predictor.bundle import Predictor
 from predictor.files import write_aside
 from predictor.module import HEADS, LAYERS, HeadBudgetModule, PredictorModule, Rows, TraceModule
 from predictor.nets import ScoreNet
@@ -114,15 +114,14 @@ class KeepBest(SaveConfigCallback):
         if not trainer.is_global_zero:
             return
         folder, traces = Path(self.config["output"]), Traces(self.config["data"]["traces"])
-        save_bundle(
-            folder / BEST,
+        Predictor(
             candidate.net,
             spec=replace(traces.spec, hidden=candidate.net.reads_hidden),
             provenance=traces.provenance,
             metrics=candidate.metrics,
             manifest={**trace_facts(traces), "epoch": candidate.epoch},
             budgets=candidate.budgets,
-        )
+        ).save(folder / BEST)
         tables = {name: _csv(rows) for name, rows in candidate.tables.items()}
         for name, text in {CONFIG: self._resolved(), **tables}.items():
             with write_aside(folder / name) as aside:

@@ -103,63 +103,28 @@ class Predictor(nn.Module):
             certificate: in place of the one that it has.
             model: the language model it was trained on, to renew the fingerprint of a bundle of an earlier release.
 
+        Returns:
+            The path.
+
         Raises:
             FadeError: something else is at ``path``, or it was made for another model.
         """
         if model is not None:
             self.check(model)
             self.provenance |= model_provenance(model)
-        return save_bundle(
-            path,
-            self.net,
-            spec=self.spec,
-            provenance=self.provenance,
-            metrics=self.metrics,
-            manifest=self.manifest,
-            budgets=self.budgets,
-            certificate=self.certificate if certificate is None else certificate,
-        )
-
-
-def save_bundle(
-    path: str | Path,
-    net: ScoreNet,
-    *,
-    spec: FeatureSpec,
-    provenance: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    manifest: Mapping[str, Any],
-    budgets: HeadBudgets | None = None,
-    certificate: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a bundle, whole or not at all; an existing one at ``path`` is replaced.
-
-    Args:
-        path: the directory to make.
-        net: network whose weights are stored.
-        spec: features it was trained on.
-        provenance: of the language model (:func:`predictor.provenance.model_provenance`).
-        metrics: validation numbers, name -> value.
-        manifest: JSON-able facts about the traces: documents, counts, hash.
-        budgets: how much each kv head must keep, if that was learned.
-        certificate: what it cost the language model to be cached by it (``pipelines.certify``), if measured.
-
-    Returns:
-        The path.
-    """
-    facts = {
-        "version": VERSION,
-        "kind": net.kind,
-        "config": net.config(),
-        "spec": spec.to_dict(),
-        "provenance": dict(provenance),
-        "metrics": dict(metrics),
-        "manifest": dict(manifest),
-        "budgets": None if budgets is None else budgets.to_dict(),
-        "certificate": None if certificate is None else dict(certificate),
-    }
-    card = model_card(facts, sum(p.numel() for p in net.parameters()))
-    return BUNDLE.write(Path(path), facts, net.state_dict(), {CARD: card})
+        facts = {
+            "version": VERSION,
+            "kind": self.net.kind,
+            "config": self.net.config(),
+            "spec": self.spec.to_dict(),
+            "provenance": self.provenance,
+            "metrics": self.metrics,
+            "manifest": self.manifest,
+            "budgets": None if self.budgets is None else self.budgets.to_dict(),
+            "certificate": self.certificate if certificate is None else dict(certificate),
+        }
+        card = model_card(facts, sum(p.numel() for p in self.net.parameters()))
+        return BUNDLE.write(Path(path), facts, self.net.state_dict(), {CARD: card})
 
 
 def load_bundle(path: str | Path, name: str | None = None) -> Predictor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from predictor.bundle import save_bundle
+from predictor.bundle import Predictor
 from predictor.features import FeatureSpec
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
@@ -56,13 +56,12 @@ def bundles(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     provenance = model_provenance(model, AutoTokenizer.from_pretrained(tiny_model_dir))
     return {
-        net.kind: save_bundle(
-            folder / net.kind,
+        net.kind: Predictor(
             net,
             spec=FeatureSpec(horizon=40),
             provenance=provenance,
             metrics={},
             manifest={},
-        )
+        ).save(folder / net.kind)
         for net in (TokenMLP(), BlockCNN())
     }

@@ -26,7 +26,7 @@ from pipelines.register import (
     trace_facts,
 )
 from predictor.budgets import SHARES, HeadBudgets
-from predictor.bundle import load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle
 from predictor.errors import FadeError
 from predictor.nets import TokenMLP
 from predictor.registry import _client, load_predictor
@@ -55,10 +55,9 @@ def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def closed(tiny_traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The untrained network as a fit would have left it: it ranks as the closed form does."""
     traces = Traces(tiny_traces)
-    return save_bundle(
-        tmp_path_factory.mktemp("closed") / "bundle", TokenMLP(), spec=traces.spec, provenance=traces.provenance,
+    return Predictor(TokenMLP(), spec=traces.spec, provenance=traces.provenance,
         metrics={}, manifest=trace_facts(traces),
-    )  # fmt: skip
+    ).save(tmp_path_factory.mktemp("closed") / "bundle")  # fmt: skip
 
 
 @pytest.fixture
@@ -109,10 +108,9 @@ def test_budgets_that_a_checkpoint_brings_are_not_learned_again(
 ) -> None:
     predictor = load_bundle(closed)
     budgets = HeadBudgets(torch.rand(2, 2, len(SHARES)))
-    brought = save_bundle(
-        tmp_path / "brought", predictor.net, spec=predictor.spec, provenance=predictor.provenance, budgets=budgets,
+    brought = Predictor(predictor.net, spec=predictor.spec, provenance=predictor.provenance, budgets=budgets,
         metrics={"max/lost_at_0.25": 0.25}, manifest=predictor.manifest,
-    )  # fmt: skip
+    ).save(tmp_path / "brought")  # fmt: skip
     registers(brought, "brings")
     bundle = load_predictor("models:/brings/1", tracking_uri=store)
     assert bundle.budgets is not None
@@ -186,10 +184,9 @@ def test_what_serves_the_cache_worse_is_not_promoted(
     predictor = load_bundle(closed)
     torch.manual_seed(0)
     torch.nn.init.normal_(predictor.net.head.weight, std=1e4)
-    bad = save_bundle(
-        tmp_path / "bad", predictor.net, spec=predictor.spec, provenance=predictor.provenance, metrics={},
+    bad = Predictor(predictor.net, spec=predictor.spec, provenance=predictor.provenance, metrics={},
         manifest=predictor.manifest,
-    )  # fmt: skip
+    ).save(tmp_path / "bad")  # fmt: skip
     status = registers(bad, "guarded")
     told = capsys.readouterr()
     assert "not promoted: " in told.err

@@ -8,7 +8,7 @@ import pytest
 
 from pipelines.cli import run
 from pipelines.reselect import cost_ms, format_rows, reselect
-from predictor.bundle import load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle
 from predictor.temporal import EmaBank, PublishedCNN
 
 
@@ -17,7 +17,7 @@ def bank(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """An untrained bank for the tiny model: by construction one of its averages."""
     like = load_bundle(bundles["cnn"])
     folder = tmp_path_factory.mktemp("bank") / "bank"
-    return save_bundle(folder, EmaBank(), spec=like.spec, provenance=like.provenance, metrics={}, manifest={})
+    return Predictor(EmaBank(), spec=like.spec, provenance=like.provenance, metrics={}, manifest={}).save(folder)
 
 
 def test_an_untrained_bank_is_its_average_and_nothing_beats_the_oracle(bank, bundles, tiny_traces, capsys):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from predictor.bundle import CARD, FACTS, WEIGHTS, load_bundle, save_bundle
+from predictor.bundle import CARD, FACTS, WEIGHTS, Predictor, load_bundle
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.files import sha256_file
@@ -31,14 +31,13 @@ def write(path, net=None, provenance=None, spec=None):
     net = net or TokenMLP(hidden=6, depth=1)
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter)
-    return save_bundle(
-        path,
+    return Predictor(
         net,
         spec=spec or FeatureSpec(window=8),
         provenance=provenance or {"model_type": "llama", "layers": 2},
         metrics={"recovery_at_0.25": 0.9, "heuristic/ema/recovery_at_0.25": 0.8},
         manifest={"train_documents": 3, "traces_sha256": "abc"},
-    )
+    ).save(path)
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +66,13 @@ def test_round_trip_is_bit_exact(tmp_path, make_batch, net):
 
 def test_saving_the_loaded_bundle_gives_the_same_bytes(whole, tmp_path):
     loaded = load_bundle(whole)
-    again = save_bundle(
-        tmp_path / "again",
+    again = Predictor(
         loaded.net,
         spec=loaded.spec,
         provenance=loaded.provenance,
         metrics=loaded.metrics,
         manifest=loaded.manifest,
-    )
+    ).save(tmp_path / "again")
     for file in sorted(whole.iterdir()):
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -160,8 +158,8 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path):
     write(tmp_path / "b", net)
     net.head.bias.data.fill_(float("inf"))
     loaded = load_bundle(tmp_path / "b")
-    save_bundle(
-        tmp_path / "b", net, spec=loaded.spec, provenance={}, metrics={}, manifest={}
+    Predictor(net, spec=loaded.spec, provenance={}, metrics={}, manifest={}).save(
+        tmp_path / "b"
     )  # replaces what was there
     with pytest.raises(FadeError, match="finite"):
         load_bundle(tmp_path / "b")

@@ -13,7 +13,7 @@ from data.datamodule import TraceDataModule
 from pipelines.plots.head_budgets import format_lost
 from pipelines.train import main
 from predictor.budgets import learn_budgets, lost_attention
-from predictor.bundle import load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle
 from predictor.errors import FadeError
 from predictor.head_metrics import HeadBudgetMetrics
 from predictor.module import HeadBudgetModule
@@ -145,7 +145,7 @@ def test_a_scorer_ranks_the_tokens(fitted, traces, tmp_path, capsys):  # noqa: F
     mine.net.head.weight.normal_(std=1e3, generator=torch.Generator().manual_seed(3))
     for name, changes in (("own", {}), ("other", {"traces_sha256": "0"})):
         given = dict(spec=mine.spec, provenance=mine.provenance, metrics={})
-        save_bundle(tmp_path / name, mine.net, **given, manifest={**mine.manifest, **changes, "epoch": 7})
+        Predictor(mine.net, **given, manifest={**mine.manifest, **changes, "epoch": 7}).save(tmp_path / name)
     options = ("--trainer.logger", "false", "--model.scorer")
     assert fit(traces, tmp_path / "out", *options, str(tmp_path / "own")) == 0
     bundle = load_bundle(tmp_path / "out" / "best")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from predictor import registry
-from predictor.bundle import WEIGHTS, Predictor, load_bundle, save_bundle
+from predictor.bundle import WEIGHTS, Predictor, load_bundle
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.nets import TokenMLP
@@ -26,14 +26,13 @@ def store(tmp_path_factory):
 def bundle(tmp_path):
     net = TokenMLP(hidden=4, depth=1)
     torch.nn.init.normal_(net.head.weight)
-    return save_bundle(
-        tmp_path / "bundle",
+    return Predictor(
         net,
         spec=FeatureSpec(),
         provenance={"model_type": "llama"},
         metrics={"recovery_at_0.25": 0.9},
         manifest={},
-    )
+    ).save(tmp_path / "bundle")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from fade_runtime.policies.fastgen import Keeps, Shares, kept, profile
 from fade_runtime.policies.text import OTHER, PUNCTUATION, SPECIAL, token_classes
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
-from predictor.bundle import load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle
 from predictor.features import FeatureSpec
 from predictor.nets import TokenMLP
 from predictor.provenance import model_provenance
@@ -266,7 +266,7 @@ def test_a_session_goes_on_with_the_same_logits(tiny_model_dir: Path, tmp_path: 
 def _predictor(model: Any, path: Path, budgets: HeadBudgets | None) -> Any:
     spec = FeatureSpec(window=16, block=4, horizon=32)
     facts: dict[str, Any] = dict(spec=spec, metrics={}, manifest={}, provenance=model_provenance(model))
-    return load_bundle(save_bundle(path / "bundle", TokenMLP(), budgets=budgets, **facts))
+    return load_bundle(Predictor(TokenMLP(), budgets=budgets, **facts).save(path / "bundle"))
 
 
 def test_with_a_predictor_the_profile_raises_learned_budgets(model: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:

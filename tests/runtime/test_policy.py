@@ -13,7 +13,7 @@ from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.layer.attention import AttentionCall
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
-from predictor.bundle import Predictor, load_bundle, save_bundle
+from predictor.bundle import Predictor, load_bundle
 from predictor.features import FeatureSpec, prefill_features
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
@@ -35,10 +35,9 @@ def _feed(model: Any, ids: Tensor, cache: Any, prompt: int = PROMPT) -> None:
 
 
 def _bundle(path: Path, model: Any, net: Any = None, budgets: HeadBudgets | None = None) -> Path:
-    return save_bundle(
-        path / "bundle", net or TokenMLP(), spec=FeatureSpec(window=16, block=4, horizon=32), metrics={}, manifest={},
+    return Predictor(net or TokenMLP(), spec=FeatureSpec(window=16, block=4, horizon=32), metrics={}, manifest={},
         provenance=model_provenance(model), budgets=budgets,
-    )  # fmt: skip
+    ).save(path / "bundle")  # fmt: skip
 
 
 def _eager_attention(model: Any, ids: Tensor) -> list[Tensor]:
