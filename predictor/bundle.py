@@ -69,14 +69,14 @@ class Predictor(nn.Module):
         self.metrics = dict(metrics or {})
 
     @torch.no_grad()
-    def score(self, features: PrefillFeatures) -> Tensor:
-        """Return log importance [H, S] of one layer's tokens, higher = keep."""
-        return self.net.score(features)
+    def log_importance(self, features: PrefillFeatures) -> Tensor:
+        """Forecast the log of each token's attention, [H, S], up to a constant for each kv head; higher = keep."""
+        return self.net.log_importance(features)
 
     @torch.no_grad()
     def forecast(self, features: PrefillFeatures) -> Tensor:
-        """Return the share of attention [H, S] expected of each token: ranked by score, as large as today's."""
-        return scores.ranked_share(self.score(features).float(), features.tokens[..., LOG_EMA].exp())
+        """Return the attention [H, S] expected of each token: ranked by the forecast, as large as the moving average."""
+        return scores.match_quantiles(self.log_importance(features).float(), features.tokens[..., LOG_EMA].exp())
 
     def check(self, model: Any, strict: bool = True) -> None:
         """Hold the predictor to the language model it was trained on.

@@ -84,7 +84,7 @@ class TokenMLP(ScoreNet):
         """Score a padded batch of traces, [R, S]."""
         return self(batch["tokens"], batch["mask"])
 
-    def score(self, features: PrefillFeatures) -> Tensor:
+    def log_importance(self, features: PrefillFeatures) -> Tensor:
         return self(features.tokens)
 
 
@@ -162,7 +162,7 @@ class HiddenMLP(TokenMLP):
         vectors = (batch[name] for name in ("key", "value", "layer", "head"))
         return self(batch["tokens"], Hidden(*vectors), batch["mask"])
 
-    def score(self, features: PrefillFeatures) -> Tensor:
+    def log_importance(self, features: PrefillFeatures) -> Tensor:
         if features.hidden is None:
             raise FadeError("this network reads keys and values; give it a feature spec with hidden=True")
         return self(features.tokens, features.hidden)

@@ -48,8 +48,19 @@ class ScoreNet(nn.Module, ABC):
         """Set the input scaling from a batch of traces."""
 
     @abstractmethod
-    def score(self, features: PrefillFeatures) -> Tensor:
-        """Return log importance [H, S] of one layer's tokens, higher = keep."""
+    def log_importance(self, features: PrefillFeatures) -> Tensor:
+        """Forecast how much attention the tokens of one layer will get, higher = keep.
+
+        Unlike the score of a cache policy it reads the features of a whole prompt, need not be linear in anything and
+        has no unit (:func:`predictor.scores.match_quantiles` gives it one).
+
+        Args:
+            features: of one layer's S tokens, H kv heads.
+
+        Returns:
+            [H, S] log of the attention expected, up to a constant for each kv head: only the order within a head is
+            relied on.
+        """
 
     def check_spec(self, spec: FeatureSpec) -> None:
         """Refuse a feature spec that this network was not built for.
@@ -147,8 +158,11 @@ class BlockNet(ScoreNet):
         logits = self(history, mask, heads) / self.temperature
         return (logits if mask is None else logits.masked_fill(~mask, -math.inf)).log_softmax(-1)
 
-    def score(self, features: PrefillFeatures) -> Tensor:
-        """Spread each block's forecast over its tokens, by their share of the moving average."""
+    def log_importance(self, features: PrefillFeatures) -> Tensor:
+        """Spread each block's forecast over its tokens, in proportion to their moving averages.
+
+        Args and result as in :meth:`ScoreNet.log_importance`: [H, S] from features of [H, S, F] and [H, W, N].
+        """
         slots = features.tokens.shape[1]
         sizes = block_sizes(slots, self.block).to(features.history_mean)
         forecast = self(features.history_mean * sizes, heads=features.heads)  # [H, N]
@@ -182,7 +196,7 @@ def token_scores(net: ScoreNet, batch: Batch) -> Tensor:
             hidden_of(batch, rows, length),
             heads=heads_of(batch)[rows],
         )
-        out[rows, :length] = net.score(features).float()
+        out[rows, :length] = net.log_importance(features).float()
     if not out.isfinite().all():
         raise FadeError(f"{type(net).__name__} gives scores that are not numbers; train it again")
     return out

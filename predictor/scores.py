@@ -75,17 +75,20 @@ def ema_ea(log_ema: Tensor, log_ea: Tensor) -> Tensor:
     return log_ema + log_ea
 
 
-def ranked_share(ranking: Tensor, share: Tensor) -> Tensor:
-    """Give the order of one score the magnitudes of another: the best-ranked token gets the largest share.
+def match_quantiles(ranking: Tensor, values: Tensor) -> Tensor:
+    """Give the order of one score the values of another: the best-ranked token gets the largest value.
 
     Scores that only rank have no unit (a softmax of them may underflow to ties); the result has the unit of
-    ``share``, keeps its sum, and ranks as ``ranking`` does.
+    ``values``, keeps their sum, and ranks as ``ranking`` does.
 
     Args:
-        ranking, share: [..., S].
+        ranking, values: [..., S].
+
+    Returns:
+        [..., S] in the dtype of ``values``.
 
     Example:
-        >>> ranked_share(torch.tensor([900.0, -900.0, 0.0]), torch.tensor([0.1, 0.7, 0.2])).tolist()
+        >>> match_quantiles(torch.tensor([900.0, -900.0, 0.0]), torch.tensor([0.1, 0.7, 0.2])).tolist()
         [0.699999988079071, 0.10000000149011612, 0.20000000298023224]
     """
-    return torch.empty_like(share).scatter_(-1, ranking.argsort(dim=-1, stable=True), share.sort(dim=-1).values)
+    return torch.empty_like(values).scatter_(-1, ranking.argsort(dim=-1, stable=True), values.sort(dim=-1).values)

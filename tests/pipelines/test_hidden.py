@@ -80,7 +80,7 @@ def test_the_cache_sees_what_traces_hold(hidden_traces: str, settings: CollectSe
             torch.testing.assert_close(features.tokens, stored["tokens"], rtol=2e-3, atol=1e-2)
             place = {"layer": torch.full((2,), layer), "head": torch.arange(2)}
             again = PrefillFeatures(*(stored[name] for name in names[:3]), hidden=hidden_of(stored | place))
-            torch.testing.assert_close(net.score(features), net.score(again), rtol=1e-2, atol=2e-2)
+            torch.testing.assert_close(net.log_importance(features), net.log_importance(again), rtol=1e-2, atol=2e-2)
 
 
 def test_padding_and_company_change_nothing(hidden_traces: str) -> None:
@@ -151,7 +151,7 @@ def test_a_spec_without_keys_is_refused(tiny_traces: Path, tmp_path: Path, capsy
     assert main(["fit", "--model.net=predictor.nets.HiddenMLP", *net, *given]) == 2
     assert "collect them with record_hidden: true" in capsys.readouterr().err
     with pytest.raises(FadeError, match="feature spec with hidden=True"):
-        trained().score(PrefillFeatures(torch.zeros(2, 5, 9), torch.zeros(2, 4, 1), torch.zeros(2, 4, 1)))
+        trained().log_importance(PrefillFeatures(torch.zeros(2, 5, 9), torch.zeros(2, 4, 1), torch.zeros(2, 4, 1)))
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("layers", 1), ("kv_heads", 1), ("dim", 8)])

@@ -129,7 +129,7 @@ def test_budgets_by_head_lose_less_than_the_same_for_all(make_batch):
     batch["target_max"][1, where[7]] = 1.0
     batch["layer"][:] = 0
     net = TokenMLP()
-    net.score = lambda features: batch["target_max"][:, : features.tokens.shape[1]]
+    net.log_importance = lambda features: batch["target_max"][:, : features.tokens.shape[1]]
     tables = {kind: learn_budgets(partial(token_scores, net), [batch]) for kind in ("max", "sum")}
     metrics = HeadBudgetMetrics((0.25,))
     metrics.update(net, batch, tables)

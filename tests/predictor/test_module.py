@@ -207,7 +207,7 @@ def test_metrics_name_the_worst_the_middle_the_ranks_and_each_head(make_batch):
     batch, values = make_batch([400, 420]), {}
     for sign in (1, -1):
         metrics, net = RankingMetrics(), Oracle(sign)
-        net.score = lambda features, sign=sign: sign * features.tokens[..., 0]
+        net.log_importance = lambda features, sign=sign: sign * features.tokens[..., 0]
         batch["target_sum"] = batch["tokens"][..., 0].exp() * batch["mask"]
         metrics.update(net, batch)
         values[sign] = metrics.values()

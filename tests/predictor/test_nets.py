@@ -55,7 +55,7 @@ def test_cnn_token_scores_add_up_to_the_block_forecast(make_batch, spec):
     inside = features(batch, 0, 111, 7)
     sizes = batch["block_size"][0]
     forecast = net(inside.history_mean * sizes).exp()[0]
-    tokens = net.score(inside).exp()[0]
+    tokens = net.log_importance(inside).exp()[0]
     sums = torch.stack([part.sum() for part in tokens.split(spec.block)])
     torch.testing.assert_close(sums, forecast, rtol=1e-4, atol=0)
 
