@@ -1,5 +1,6 @@
 # make demo    the whole job on a real language model: traces, predictors, registry, generation, evaluation
-# make test    all tests                            make check   ruff, mypy, the import contract
+# make test    all tests, N=2 at a time             make check   ruff, mypy, the import contract
+# make test-fast   of every package those that take no model and no five seconds; two minutes
 # make test-kernels   those of the Triton kernels alone: interpreted on a CPU, and compiled ahead of time
 # make learned a predictor from a hundred documents, like the one that comes with the package (TEXT=, HELD_OUT= for
 #              text of your own), networks that choose again while decoding, and what all of it is worth; under an hour
@@ -12,7 +13,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo learned proof test test-kernels check clean constraints
+.PHONY: help install demo learned proof test test-fast test-kernels check clean constraints
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 step = @printf '\n== %s\n' '$(1)'; SECONDS=0; $(2); printf '== done in %d s\n' $$SECONDS
 
 help:
-	@sed -n '1,8s/^# //p' Makefile
+	@sed -n '1,9s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -98,13 +99,20 @@ proof: $(STAMP) $(MODEL)
 		$(RUN) pipelines.bench decode --contexts '[8192]' --out artefacts/proof/decode.jsonl)
 	$(call step,3/3 report,$(RUN) pipelines.proof)
 
+# N processes (a number, or auto), each of one thread, with half of the files each: what a file or folder prepares is
+# made once, or twice where one of them helps the other to finish.
+N ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n $(N) --dist worksteal
 test: $(STAMP) $(MODEL) test-kernels
-	$(RUN) pytest
+	$(PYTEST)
 
-# Triton's kernels are interpreted or compiled from its import on, so each takes a process of its own.
+test-fast: $(STAMP)
+	$(PYTEST) -m 'not slow'
+
+# Triton's kernels are interpreted or compiled from its import on, so each takes processes of its own.
 test-kernels: $(STAMP)
-	FADE_TEST_KERNELS=interpreted $(RUN) pytest -q tests/runtime/triton
-	FADE_TEST_KERNELS=compiled $(RUN) pytest -q tests/runtime/triton
+	FADE_TEST_KERNELS=interpreted $(PYTEST) -q tests/runtime/triton
+	FADE_TEST_KERNELS=compiled $(PYTEST) -q tests/runtime/triton
 
 check: $(STAMP)
 	$(BIN)/ruff check
