@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from predictor.errors import FadeError
 
@@ -42,46 +43,69 @@ def run(
     argv: Sequence[str] | None = None,
     positional: bool = False,
     again: str = AGAIN,
+    prog: str | None = None,
 ) -> int:
     """Run ``command`` with its parameters as options, or as keys of a flat YAML file given by ``--config``.
 
-    Types, defaults and help come from the signature and its Google docstring.
+    Types, defaults and help come from the signature and its Google docstring; for a command whose only parameter is a
+    dataclass of settings, from the fields of that and its docstring.
 
     Args:
         command: the function; a returned int is the exit status.
         argv: the arguments, by default those of the process.
         positional: parameters without a default are given by place, not by name.
         again: what to do after an interruption.
+        prog: the command in the usage line, by default `python -m` and the function's module.
 
     Returns:
         The exit status: 0, 2 after bad input, 130 after Ctrl-C, 143 after SIGTERM, 1 after any other error.
     """
-    parser = parser_of(command, positional)
+    parser = parser_of(command, positional, prog)
 
     def body(args: list[str]) -> Any:
         options = parser.parse_args(args).as_dict()
         options.pop("config", None)
-        return command(**options)
+        return call(command, options)
 
     return guarded(body, argv, lambda: options_of(parser), again)
 
 
-def parser_of(command: Callable[..., Any], positional: bool = False) -> ArgumentParser:
-    """The argument parser of ``command``: `--config FILE`, then one option for each parameter."""
-    from jsonargparse import ArgumentParser
+def call(command: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Call ``command`` with options by name, which become its settings where it takes settings.
+
+    Example:
+        >>> call(dict, {"steps": 3})
+        {'steps': 3}
+    """
+    settings = settings_of(command)
+    return command(**options) if settings is None else command(settings(**options))
+
+
+def settings_of(command: Callable[..., Any]) -> type | None:
+    """The dataclass that is the only parameter of ``command``; None where its parameters are the options."""
+    kinds = [kind for name, kind in get_type_hints(command).items() if name != "return"]
+    return kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
+
+
+def parser_of(command: Callable[..., Any], positional: bool = False, prog: str | None = None) -> ArgumentParser:
+    """The argument parser of ``command``: `--config FILE`, then one option for each parameter or setting."""
+    from jsonargparse import ArgumentParser  # not on a bare GPU machine, where `bench gpu` runs without options
 
     module = command.__module__
     if module == "__main__" and (spec := getattr(sys.modules[module], "__spec__", None)):
         module = spec.name
     summary = (command.__doc__ or "").split("Args:")[0].strip()
     parser = ArgumentParser(
-        prog=f"python -m {module}",
+        prog=prog or f"python -m {module}",
         description=re.sub(r"\n\s+", "\n", summary),
         epilog=f"{DEBUG} shows the traceback of an error.",
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="flat YAML file with any of the options below")
-    parser.add_function_arguments(command, as_group=False, as_positional=positional)
+    if (settings := settings_of(command)) is not None:
+        parser.add_class_arguments(settings, as_group=False)
+    else:
+        parser.add_function_arguments(command, as_group=False, as_positional=positional)
     return parser
 
 
@@ -101,13 +125,13 @@ def guarded(
         known: names of all valid options, to suggest the nearest to one that is not.
         again: what to do after an interruption.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    debug = DEBUG in given
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = DEBUG in args
     if not debug:
         quiet()
     try:
         with sigterm_interrupts():
-            status = body([arg for arg in given if arg != DEBUG])
+            status = body([arg for arg in args if arg != DEBUG])
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, SystemExit) as stop:
         cause = stop.__context__ if isinstance(stop, SystemExit) else stop  # a library's answer to either is to exit

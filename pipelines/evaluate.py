@@ -87,8 +87,9 @@ def evaluate(
     from data.lm import load_lm, refuse_too_long
     from data.trace import Traces
     from pipelines.evaluation.peers import Peer, versions
-    from pipelines.evaluation.report import document_rows, machine, tables
+    from pipelines.evaluation.report import document_rows, tables
     from pipelines.plots import heatmap
+    from pipelines.reporting.machine import machine
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
 
@@ -187,10 +188,11 @@ def write_results(
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
-    from pipelines.evaluation.html import page
-    from pipelines.evaluation.report import method_rows, report, source_rows, write_jsonl
+    from pipelines.evaluation.report import method_rows, report, source_rows
     from pipelines.plots import heatmap, occupancy
     from pipelines.plots.quality import quality_against_bytes
+    from pipelines.reporting.html import page
+    from pipelines.reporting.rows import write_jsonl
     from predictor.files import write_aside
 
     if out.is_dir() and any(out.iterdir()) and not (out / "results.jsonl").is_file():

@@ -74,11 +74,11 @@ def evaluate_tasks(
     from tqdm import tqdm
 
     from data.lm import load_lm
-    from pipelines.evaluation.html import renderer
-    from pipelines.evaluation.report import machine
     from pipelines.evaluation.task_runner import Asking
     from pipelines.evaluation.tasks.task import Wish
     from pipelines.plots.quality import pyplot
+    from pipelines.reporting.html import renderer
+    from pipelines.reporting.machine import machine
     from predictor.provenance import model_provenance
     from predictor.registry import load_predictor
 
@@ -213,11 +213,11 @@ def write_results(out: Path, run: dict[str, Any], answers: list[dict[str, Any]],
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
-    from pipelines.evaluation.html import page
-    from pipelines.evaluation.report import write_jsonl
     from pipelines.evaluation.task_report import over_all, report, tables, task_rows
     from pipelines.plots import needle_map
     from pipelines.plots.quality import losses_by_task
+    from pipelines.reporting.html import page
+    from pipelines.reporting.rows import write_jsonl
     from predictor.files import write_aside
 
     if out.is_dir() and any(out.iterdir()) and not (out / "results.jsonl").is_file():

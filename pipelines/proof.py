@@ -33,9 +33,9 @@ def proof(
         decode: lines of `pipelines.bench decode`. ours: name of our configuration in the first.
         out: folder to write; one that is there is replaced.
     """
-    from pipelines.evaluation.html import page
-    from pipelines.evaluation.report import write_jsonl
     from pipelines.plots import pareto
+    from pipelines.reporting.html import page
+    from pipelines.reporting.rows import write_jsonl
     from predictor.files import write_aside
 
     measured, asked, timed = read(Path(kl) / "results.jsonl"), read(Path(tasks) / "results.jsonl"), read(Path(decode))
@@ -145,8 +145,8 @@ Configurations, with what was set:
 
 def tasks_part(asked: Sequence[Row]) -> str:
     """Scores of tasks beside the full cache's, and whether they are within :data:`POINTS`."""
-    from pipelines.evaluation.measure import FULL
-    from pipelines.evaluation.report import aligned
+    from pipelines.reporting.rows import FULL
+    from pipelines.reporting.tables import markdown_table
 
     lines = []
     for row in (row for row in asked if row["kind"] == "task" and row["method"] != FULL):
@@ -172,12 +172,12 @@ def tasks_part(asked: Sequence[Row]) -> str:
         for row in asked
         if row["kind"] == "all tasks" and row["method"] != FULL
     ]
-    return f"{aligned(columns, lines, words=2)}\n\n{'; '.join(over)}."
+    return f"{markdown_table(columns, lines, words=2)}\n\n{'; '.join(over)}."
 
 
 def decode_part(timed: Sequence[Row]) -> str:
     """Time of a decode step beside transformers' own caches."""
-    from pipelines.evaluation.report import aligned
+    from pipelines.reporting.tables import markdown_table
 
     lines = [
         (
@@ -192,7 +192,7 @@ def decode_part(timed: Sequence[Row]) -> str:
     ]
     columns = ("context", "cache", "ms a step", "of DynamicCache", "of StaticCache", "MiB (float32 model)")
     where = f"{timed[0]['processor']}, {timed[0]['threads']} thread"
-    return f"{aligned(columns, lines, words=2)}\n\n{where}; steps of all caches take turns."
+    return f"{markdown_table(columns, lines, words=2)}\n\n{where}; steps of all caches take turns."
 
 
 def main(argv: list[str] | None = None) -> int:

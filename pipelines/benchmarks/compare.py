@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.benchmarks.ledger import COLUMNS, ratio, read_rows
+from pipelines.benchmarks.ledger import COLUMNS, read_rows
+from pipelines.benchmarks.timing import ratio
 from predictor.errors import FadeError
 
 SAME = tuple(COLUMNS[COLUMNS.index("bench") : COLUMNS.index("p20")])  # what makes two rows the same measurement

@@ -19,14 +19,14 @@ class Layer:
 
     Attributes:
         query: [R, Q, D] float16, already scaled. key, value: [R, n, D] full-precision tokens. packed: the others.
-        how: to start the fused kernel; None: as the launch table says.
+        launch: how to start the fused kernel; None: as the launch table says.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     packed: PackedTokens
-    how: Launch | None = None
+    launch: Launch | None = None
 
     @property
     def length(self) -> int:
@@ -35,15 +35,15 @@ class Layer:
 
     def fused(self) -> Tensor:
         """Attention by the fused kernel."""
-        from fade_runtime.kernels.triton import attention as triton
+        from fade_runtime.kernels.triton import attention as triton  # triton: Linux only
 
         part = Part(self.packed)
-        how = self.how or triton.launch_of(self.query, part)
-        return triton.fused(self.query, self.key, self.value, [part], None, None, None, [how])[0]
+        launch = self.launch or triton.launch_of(self.query, part)
+        return triton.fused(self.query, self.key, self.value, [part], None, None, None, [launch])[0]
 
     def dequantised(self) -> Tensor:
         """Attention by SDPA over the dequantised layer."""
-        from fade_runtime.kernels.triton import attention as triton
+        from fade_runtime.kernels.triton import attention as triton  # triton: Linux only
 
         return triton.dense(self.query, self.key, self.value, Part(self.packed), None)
 
@@ -68,7 +68,7 @@ def random_layer(
     lengths = torch.tensor([page] * whole + [rest] * (rest > 0), dtype=torch.int32, device=device).repeat(rows)
     pages, total, per_row = len(lengths), rows * tokens, len(lengths) // rows
     lows = lengths // 2 if low else torch.zeros_like(lengths)
-    few = rows * (whole * (page // 2) + rest // 2) if low else 0
+    n_low = rows * (whole * (page // 2) + rest // 2) if low else 0
 
     def codes(count: int, width: int) -> Tensor:
         return torch.randint(256, (count, dim * width // 8), generator=generator, dtype=torch.uint8, device=device)
@@ -77,18 +77,18 @@ def random_layer(
         scale = 0.25 + 0.1 * torch.rand(count, width, generator=generator, device=device)
         return scale.to(quant.PARAMS), (-7.5 * scale).to(quant.PARAMS)
 
-    def parts(least: int) -> Tensor:
+    def steps(least: int) -> Tensor:
         return torch.randint(least, 256, (pages, dim), generator=generator, device=device).to(torch.uint8)
 
     value_scale, value_zero = scales(total, groups)
     at = torch.arange(tokens, device=device)
     packed = PackedTokens(
-        key_codes=codes(total - few, bits.key),
-        value_codes=codes(total - few, bits.value),
-        low_key_codes=codes(few, bits.low_key),
-        low_value_codes=codes(few, bits.low_value),
-        key_scale=parts(180),
-        key_zero=parts(0),
+        key_codes=codes(total - n_low, bits.key),
+        value_codes=codes(total - n_low, bits.value),
+        low_key_codes=codes(n_low, bits.low_key),
+        low_value_codes=codes(n_low, bits.low_value),
+        key_scale=steps(180),
+        key_zero=steps(0),
         key_reach=torch.tensor([[0.35, -2.6, 0.75]], device=device).to(quant.PARAMS).repeat(pages, 1),
         value_scale=value_scale,
         value_zero=value_zero,
@@ -100,8 +100,10 @@ def random_layer(
         bits=bits,
         page_tokens=page,
     )
-    wide = [torch.randn(rows, n, dim, generator=generator, device=device).half() for n in (queries, full, full)]
-    return Layer(wide[0] * dim**-0.5, wide[1], wide[2], packed)
+    query, key, value = (
+        torch.randn(rows, n, dim, generator=generator, device=device).half() for n in (queries, full, full)
+    )
+    return Layer(query * dim**-0.5, key, value, packed)
 
 
 def stored_bytes(layer: Layer) -> int:

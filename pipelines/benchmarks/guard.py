@@ -3,55 +3,57 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines import cli
-from pipelines.benchmarks.ledger import quantiles
-from pipelines.benchmarks.select import filled
+import torch
+
+from fade_runtime import FadeConfig
+from fade_runtime.transformers_api import forward_kwargs
+from pipelines.benchmarks.caches import filled
+from pipelines.benchmarks.settings import ContextSettings
+from pipelines.benchmarks.timing import quantiles
 
 
-def guard(
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    contexts: list[int] = [2048, 8192],  # noqa: B006
-    budget: float = 0.2,
-    spill: str = "host",
-    spill_dir: str | None = None,
-    monitor_every: int | None = None,
-    steps: int = 128,
-    threads: int = 1,
-    out: str | None = None,
-    ledger: str | None = None,
-) -> None:
+@dataclass(frozen=True)
+class GuardBenchSettings(ContextSettings):
+    """Options of `pipelines.bench guard`.
+
+    Args:
+        contexts: tokens in the cache before the first step.
+        budget: share of the context that is kept.
+        spill: where evicted tokens are: host or disk.
+        spill_dir: for disk.
+        monitor_every: as in FadeConfig; its default if not given.
+        steps: timed steps.
+    """
+
+    contexts: list[int] = field(default_factory=lambda: [2048, 8192])
+    budget: float = 0.2
+    spill: str = "host"
+    spill_dir: str | None = None
+    monitor_every: int | None = None
+    steps: int = 128
+
+    def config(self) -> FadeConfig:
+        """A guard that looks and never acts."""
+        every = {} if self.monitor_every is None else {"monitor_every": self.monitor_every}
+        limits = {"kl_target": 1e9, "kl_alarm": 1e9}
+        spill = {"spill": self.spill, "spill_dir": self.spill_dir}
+        return FadeConfig(int4_budget=self.budget, guard="warn", **spill, **limits, **every)
+
+
+def guard(settings: GuardBenchSettings) -> None:
     """Decode over caches of random keys and values, and time the guard within each step.
 
     All evicted tokens are in the spill store, so each look is at as many tokens as there are.
-
-    Args:
-        model: directory or hub id of a causal language model, loaded in float32.
-        contexts: tokens in the cache before the first step.
-        budget: share of the context that is kept.
-        spill: where evicted tokens are: host or disk. spill_dir: for disk.
-        monitor_every: as in FadeConfig; its default if not given.
-        steps: timed steps.
-        threads: of torch.
-        out: JSON lines file to add the rows to.
-        ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
-    import torch
-
-    from data.lm import load_lm
-    from fade_runtime import FadeConfig
-    from pipelines.evaluation.report import keep
-
-    cli.at_least_one(("steps", steps), ("threads", threads), ("contexts", min(contexts, default=0)))
-    torch.set_num_threads(threads)
-    options: dict[str, Any] = {} if monitor_every is None else {"monitor_every": monitor_every}
-    config = FadeConfig(
-        int4_budget=budget, guard="warn", spill=spill, spill_dir=spill_dir, kl_target=1e9, kl_alarm=1e9, **options
-    )
-    lm, _ = load_lm(model, "float32")
-    rows = [_row(lm, config, context, steps) for context in contexts]
-    keep(rows, model, out, ledger)
+    steps = settings.steps
+    settings.at_least_one(steps=steps)
+    config = settings.config()
+    lm, _ = settings.load()
+    rows = [_row(lm, config, context, steps) for context in settings.contexts]
+    settings.keep(rows)
     titles = f"{'context':>8} {'ms/step':>8} {'guard, ms/step':>15} {'share':>7} {'looks':>6} {'ms/look':>8}"
     print(f"{titles} {'spilled':>9}")
     for row in rows:
@@ -61,14 +63,10 @@ def guard(
         )
 
 
-def _row(lm: Any, config: Any, context: int, steps: int) -> dict[str, Any]:
+def _row(lm: Any, config: FadeConfig, context: int, steps: int) -> dict[str, Any]:
     """Fill a cache, and take its steps."""
-    import torch
-
-    from fade_runtime.transformers_api import forward_kwargs
-
     cache, generator = filled(lm, config, context)
-    whole, watched = [], []
+    whole, guarding = [], []  # milliseconds of each step, and of the guard in it
     with torch.inference_mode():
         for step in range(steps + 1):
             token = torch.randint(lm.config.vocab_size, (1, 1), generator=generator)
@@ -76,20 +74,20 @@ def _row(lm: Any, config: Any, context: int, steps: int) -> dict[str, Any]:
             lm(token, **forward_kwargs(cache, lm))
             if step:  # the first warms up
                 whole.append(1e3 * (time.perf_counter() - started))
-                watched.append(cache.monitor.ms - before)
-    plain = quantiles([all_of - of_guard for all_of, of_guard in zip(whole, watched)])
-    share = sum(watched) / steps / plain["p50"]
+                guarding.append(cache.monitor.ms - before)
+    unguarded = quantiles([step - in_guard for step, in_guard in zip(whole, guarding)])
+    fraction = sum(guarding) / steps / unguarded["p50"]
     report = cache.monitor.report()
     return {
         "bench": "guard",
         "context": context,
         "method": config.spill,
         "unit": "ms",
-        **plain,
-        "guard_ms": sum(watched) / steps,
-        "share": share,
+        **unguarded,
+        "guard_ms": sum(guarding) / steps,
+        "share": fraction,
         "baseline": "decode",
-        "ratio": share,
+        "ratio": fraction,
         "looks": report["looks"],
         "spilled": report["spilled"]["tokens"],
         "monitor_every": config.monitor_every,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
-import functools
 import importlib
 import io
-import platform
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data.reading import read_text
+from pipelines.reporting.machine import machine, processor, this_commit
+from pipelines.reporting.rows import add_jsonl
 from predictor.errors import FadeError
 
 COLUMNS = (
@@ -41,19 +42,22 @@ def record(path: str | Path | None, rows: Sequence[Mapping[str, Any]], device: s
         add_rows(Path(path), COLUMNS, [{name: row[name] for name in COLUMNS if name in row} for row in named])
 
 
-def ratio(x: float, base: float) -> float | None:
-    """How many times base x is; None where nothing was measured to divide by.
+def keep(rows: Sequence[Mapping[str, Any]], model: str, out: str | None, ledger: str | None) -> None:
+    """Add a benchmark's rows to the files that are named.
 
-    Example:
-        >>> ratio(3, 2), ratio(3, 0)
-        (1.5, None)
+    Args:
+        rows: to add. model: directory or hub id that they were measured with. out: file of JSON lines, which also get
+            what the numbers were measured with. ledger: see :func:`record`.
     """
-    return x / base if base else None
+    name = Path(model).name
+    if out is not None:
+        add_jsonl(Path(out), [{**row, "model": name, **machine()} for row in rows])
+    record(ledger, rows, model=name)
 
 
 def origin(device: str = "") -> dict[str, Any]:
     """Where and with what measurements are made: date, commit, device, threads, versions."""
-    torch, versions = importlib.import_module("torch"), {}
+    versions = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.import_module(name).__version__
@@ -61,44 +65,6 @@ def origin(device: str = "") -> dict[str, Any]:
             versions[name] = ""
     where = {"date": time.strftime("%Y-%m-%d"), "commit": this_commit(), "device": device or processor()}
     return {**where, "threads": torch.get_num_threads(), **versions}
-
-
-@functools.cache
-def this_commit() -> str:
-    """The commit of this code: git is asked once, by a benchmark before it runs, for files may change meanwhile."""
-    return commit()
-
-
-def commit(folder: Path = Path(__file__).parent) -> str:
-    """The commit that a folder is at, with a + if files of it have changed since; empty where there is no git."""
-    asked = "rev-parse", "--short=10", "HEAD"
-    try:
-        head, changed = (
-            subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout
-            for words in (asked, ("status", "--porcelain", "--untracked-files=no"))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return head.strip() + ("+" if changed.strip() else "")
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Quantiles .2, .5 and .8 of measurements, each one of them.
-
-    Example:
-        >>> quantiles([5.0, 1.0, 4.0, 2.0, 3.0])
-        {'p20': 2.0, 'p50': 3.0, 'p80': 4.0}
-    """
-    ordered = sorted(values)
-    return {f"p{share}": ordered[round(share / 100 * (len(ordered) - 1))] for share in (20, 50, 80)}
 
 
 def add_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -6,42 +6,33 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from transformers import DynamicCache
+
+from data.lm import load_lm
+from fade_runtime import FadeConfig, create_tiered_cache
 from pipelines import cli
-from pipelines.benchmarks.ledger import quantiles, ratio, record
+from pipelines.benchmarks.ledger import record
+from pipelines.benchmarks.settings import DEMO_MODEL
+from pipelines.benchmarks.timing import STOCK, quantiles, ratio
+from pipelines.reporting.machine import machine
+from pipelines.reporting.rows import add_jsonl
 from predictor.errors import FadeError
 
-if TYPE_CHECKING:
-    from fade_runtime import FadeConfig
-
-STOCK = "stock"
 METHODS = (STOCK, "safe", "h2o", "learned")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+WARM = 100  # tokens of the prompt that warms up: more than sinks and window, so that something is packed
 MIB = 2**20
 
 
-def memory(
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    predictor: str | None = None,
-    contexts: list[int] = [2048],  # noqa: B006
-    new_tokens: int = 64,
-    repeats: int = 1,
-    budget: float = 0.25,
-    dtype: str = "float32",
-    threads: int = 1,
-    out: str | None = None,
-    ledger: str | None = None,
-) -> None:
-    """Run `generate` on a long prompt with each cache, in a process of its own, and print the peak of its memory.
-
-    The peak is that of the resident set (VmHWM), cleared after the model is loaded and has run once: so "peak" is the
-    whole process less what loading took for a moment, and "over the model" is what prompt, cache and decoding added to
-    the model at rest. Activations of the prompt are part of it and are the same with every cache. The first new token
-    must be stock's, or nothing is printed. Caches: stock (DynamicCache), safe (all in 4 bits), h2o, and learned with a
-    predictor. Needs Linux.
+@dataclass(frozen=True)
+class MemorySettings:
+    """Options of `pipelines.bench memory`.
 
     Args:
         model: directory or hub id of a causal language model.
@@ -55,34 +46,79 @@ def memory(
         out: JSON lines file to add the rows to.
         ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
-    from pipelines.evaluation.report import add_jsonl, machine
 
-    numbers = ("new_tokens", new_tokens), ("repeats", repeats), ("threads", threads)
-    cli.at_least_one(*numbers, ("contexts", min(contexts, default=0)))
+    model: str = DEMO_MODEL
+    predictor: str | None = None
+    contexts: list[int] = field(default_factory=lambda: [2048])
+    new_tokens: int = 64
+    repeats: int = 1
+    budget: float = 0.25
+    dtype: str = "float32"
+    threads: int = 1
+    out: str | None = None
+    ledger: str | None = None
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """One cache to be measured in a process of its own; options as in :class:`MemorySettings`."""
+
+    method: str
+    context: int
+    new_tokens: int
+    model: str
+    predictor: str | None
+    budget: float
+    dtype: str
+    threads: int
+
+
+def memory(settings: MemorySettings) -> None:
+    """Run `generate` on a long prompt with each cache, in a process of its own, and print the peak of its memory.
+
+    The peak is that of the resident set (VmHWM), cleared after the model is loaded and has run once: so "peak" is the
+    whole process less what loading took for a moment, and "over the model" is what prompt, cache and decoding added to
+    the model at rest. Activations of the prompt are part of it and are the same with every cache. The first new token
+    must be stock's, or nothing is printed. Caches: stock (DynamicCache), safe (all in 4 bits), h2o, and learned with a
+    predictor. Needs Linux.
+    """
+    numbers = ("new_tokens", settings.new_tokens), ("repeats", settings.repeats), ("threads", settings.threads)
+    cli.at_least_one(*numbers, ("contexts", min(settings.contexts, default=0)))
     if not CLEAR.exists():
         raise FadeError(f"memory is read from {STATUS}, which this system lacks; run it on Linux")
-    shared = {"model": model, "predictor": predictor, "budget": budget, "dtype": dtype, "threads": threads}
-    methods = [name for name in METHODS if name != "learned" or predictor is not None]
-    rows = []
-    for context in contexts:
-        asked = {**shared, "context": context, "new_tokens": new_tokens}
-        runs = [[_in_process({**asked, "method": name}) for name in methods] for _ in range(repeats)]
-        rows += _rows(context, methods, runs)
-    if out is not None:
-        add_jsonl(Path(out), [{**row, "model": Path(model).name, "dtype": dtype, **machine()} for row in rows])
-    for what in ("peak", "added"):
-        named = {"bench": f"memory {what}", "unit": "bytes", "baseline": STOCK, "threads": threads}
-        record(
-            ledger,
-            [{**row, **named, **row[f"{what}_spread"], "ratio": row[f"{what}_of_stock"]} for row in rows],
-            model=f"{Path(model).name} {dtype}",
-        )
+    rows = [row for context in settings.contexts for row in _measure(settings, context)]
+    _keep(settings, rows)
     print(f"{'prompt':>8} {'cache':<8} {'peak, MiB':>10} {'of stock':>9} {'over the model, MiB':>20} {'of stock':>9}")
     for row in rows:
         peak, added = (_times(row[f"{what}_of_stock"]) for what in ("peak", "added"))
         print(
             f"{row['context']:>8,} {row['method']:<8} {row['peak'] / MIB:>10.0f} {peak} "
             f"{row['added'] / MIB:>20.1f} {added}"
+        )
+
+
+def _measure(settings: MemorySettings, context: int) -> list[dict[str, Any]]:
+    """Run each cache in processes of its own; rows of one context."""
+    options = {name: getattr(settings, name) for name in ("new_tokens", "model", "predictor", "budget", "dtype")}
+    methods = [name for name in METHODS if name != "learned" or settings.predictor is not None]
+    runs = [
+        [_in_process(OneRun(method=name, context=context, threads=settings.threads, **options)) for name in methods]
+        for _ in range(settings.repeats)
+    ]
+    return _rows(context, methods, runs)
+
+
+def _keep(settings: MemorySettings, rows: Sequence[dict[str, Any]]) -> None:
+    """Add the rows to the files that are named."""
+    name, dtype = Path(settings.model).name, settings.dtype
+    if settings.out is not None:
+        add_jsonl(Path(settings.out), [{**row, "model": name, "dtype": dtype, **machine()} for row in rows])
+    for what in ("peak", "added"):
+        shared = {"bench": f"memory {what}", "unit": "bytes", "baseline": STOCK, "threads": settings.threads}
+        record(
+            settings.ledger,
+            [{**row, **shared, **row[f"{what}_spread"], "ratio": row[f"{what}_of_stock"]} for row in rows],
+            model=f"{name} {dtype}",
         )
 
 
@@ -109,47 +145,35 @@ def _rows(context: int, methods: Sequence[str], runs: Sequence[Sequence[dict[str
     return rows
 
 
-def _in_process(asked: dict[str, Any]) -> dict[str, Any]:
+def _in_process(run: OneRun) -> dict[str, Any]:
     """Measure one cache in a new process.
 
     Raises:
         FadeError: the process failed; with its last line.
     """
-    words = [sys.executable, "-m", "pipelines.benchmarks.memory", "--one", json.dumps(asked)]
+    words = [sys.executable, "-m", "pipelines.benchmarks.memory", json.dumps(asdict(run))]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise FadeError(f"{asked['method']} at {asked['context']} tokens: {said.removeprefix('error: ')}")
+        last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise FadeError(f"{run.method} at {run.context} tokens: {last.removeprefix('error: ')}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_one(asked: dict[str, Any]) -> dict[str, Any]:
+def measure_one(run: OneRun) -> dict[str, Any]:
     """Generate with one cache in this process.
-
-    Args:
-        asked: model, dtype, threads, method, predictor, budget, context, new_tokens.
 
     Returns:
         resting: bytes of the process before; peak: the most while generating; added: their difference, which is 0 where
         memory that was there already sufficed; first: the first new token.
     """
-    import torch
-    from transformers import DynamicCache
-
-    from data.lm import load_lm
-    from fade_runtime import create_tiered_cache
-
-    torch.set_num_threads(asked["threads"])
-    lm, _ = load_lm(asked["model"], asked["dtype"])
-    config = _config(asked["method"], asked["budget"], asked["predictor"])
+    torch.set_num_threads(run.threads)
+    lm, _ = load_lm(run.model, run.dtype)
+    config = _config(run)
 
     def generate(length: int, count: int) -> int:
         cache = DynamicCache(config=lm.config) if config is None else create_tiered_cache(lm, config)
-        prompt = torch.randint(
-            lm.config.get_text_config().vocab_size,
-            (1, length),
-            generator=torch.Generator().manual_seed(length),
-        )
+        size, generator = lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(length)
+        prompt = torch.randint(size, (1, length), generator=generator)
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         new = lm.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
         return int(new[0, length])
@@ -157,42 +181,29 @@ def measure_one(asked: dict[str, Any]) -> dict[str, Any]:
     generate(WARM, 2)  # libraries, thread pools and kernels come now
     CLEAR.write_text("5")
     resting = status_bytes("VmRSS")
-    first = generate(asked["context"], asked["new_tokens"])
+    first = generate(run.context, run.new_tokens)
     peak = max(status_bytes("VmHWM"), resting)  # the mark is kept from counters that lag behind, and may lie below
     return {"resting": resting, "peak": peak, "added": peak - resting, "first": first}
 
 
-WARM = 100  # tokens of the prompt that warms up: more than sinks and window, so that something is packed
-
-
-def _config(method: str, budget: float, predictor: str | None) -> FadeConfig | None:
-    from fade_runtime import FadeConfig
-
-    if method == STOCK:
+def _config(run: OneRun) -> FadeConfig | None:
+    if run.method == STOCK:
         return None
-    if method == "safe":
+    if run.method == "safe":
         return FadeConfig.safe()
-    return FadeConfig(int4_budget=budget, eviction_policy=method, predictor=predictor)
+    return FadeConfig(int4_budget=run.budget, eviction_policy=run.method, predictor=run.predictor)
 
 
-def status_bytes(field: str) -> int:
+def status_bytes(name: str) -> int:
     """A field of this process's status, in bytes: VmRSS is resident now, VmHWM the most since it was cleared.
 
     Example:
         >>> status_bytes("VmHWM") >= status_bytes("VmRSS") > 0
         True
     """
-    found = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:")]
+    found = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:")]
     return int(found[0].split()[1]) * 1024
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; `--one` measures one cache and prints JSON, for the command itself."""
-    given = sys.argv[1:] if argv is None else argv
-    if given[:1] == ["--one"]:
-        return cli.guarded(lambda words: print(json.dumps(measure_one(json.loads(words[1])))), given)
-    return cli.run(memory, given)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the process of one cache: its options as JSON, one line of JSON as the answer
+    sys.exit(cli.guarded(lambda args: print(json.dumps(measure_one(OneRun(**json.loads(args[0])))))))

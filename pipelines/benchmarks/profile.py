@@ -4,59 +4,59 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pipelines import cli
-from pipelines.benchmarks.ledger import quantiles
+import torch
+
+from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.policies.fastgen import Keeps
+from fade_runtime.transformers_api import forward_kwargs
+from pipelines.benchmarks.settings import BenchSettings
+from pipelines.benchmarks.timing import add_time, quantiles
+from pipelines.cli import at_least_one
+from pipelines.evaluation.held_out import choose_texts
 
 STAGES = ("classes", "attention", "profile", "choice")
 
 
-def profile(
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    context: int = 2048,
-    steps: int = 512,
-    threads: int = 1,
-    out: str | None = None,
-    ledger: str | None = None,
-) -> None:
+@dataclass(frozen=True)
+class ProfileSettings(BenchSettings):
+    """Options of `pipelines.bench profile`.
+
+    Args:
+        context: tokens of the prompt, from the built-in corpus.
+        steps: tokens generated.
+    """
+
+    context: int = 2048
+    steps: int = 512
+
+
+def profile(settings: ProfileSettings) -> None:
     """Generate after a prompt with eviction_policy "fastgen", and time its parts within that one run.
 
     The parts: noting the classes of the tokens, attention of the prompt's last queries, the profile of the kv heads,
     and the choice of tokens at the end of the prompt and while decoding.
-
-    Args:
-        model: directory or hub id of a causal language model with its tokenizer, loaded in float32.
-        context: tokens of the prompt, from the built-in corpus.
-        steps: tokens generated.
-        threads: of torch.
-        out: JSON lines file to add the row to.
-        ledger: CSV file to add the row to, for `pipelines.bench compare`.
     """
-    import torch
+    context, steps = settings.context, settings.steps
+    at_least_one(("context", context), ("steps", steps), ("threads", settings.threads))
+    lm, tokenizer = settings.load()
+    (text,) = choose_texts(None, ["builtin"], 1, context, 0, tokenizer)
+    row = _row(lm, tokenizer, text.tokens, steps)
+    settings.keep([row])
+    seconds = row["seconds"]
+    print(f"prompt of {context:,} tokens and {steps} more: {seconds:.1f} s")
+    for stage in STAGES:
+        print(f"{stage:<10} {row[f'{stage}_ms']:>8.1f} ms {row[f'{stage}_ms'] / 1e3 / seconds:>8.3%}")
+    print(f"{'all':<10} {row['p50']:>8.1f} ms {row['profiling_share']:>8.3%}")
+    print(f"kv heads: {', '.join(f'{count} {name}' for name, count in row['policies'].items())}")
 
-    from data.lm import encode, load_lm
-    from fade_runtime import FadeConfig, create_tiered_cache
-    from fade_runtime.transformers_api import forward_kwargs
-    from pipelines.evaluation.report import keep
-    from pipelines.generate import builtin_prompt
 
-    cli.at_least_one(("context", context), ("steps", steps), ("threads", threads))
-    torch.set_num_threads(threads)
-    lm, tokenizer = load_lm(model, "float32")
-    prompt = torch.tensor([encode(tokenizer, builtin_prompt(tokenizer, context))[:context]])
+def _row(lm: Any, tokenizer: Any, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
+    """Generate after a prompt [1, S] with a clock on each stage of the policy."""
     cache = create_tiered_cache(lm, FadeConfig(eviction_policy="fastgen", tokenizer=tokenizer))
-    assert cache.text is not None
-    policy: Any = cache.policy
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for owner, method, stage in (
-        (cache.text, "note", STAGES[0]),
-        (policy, "start", STAGES[1]),
-        (policy, "profile", STAGES[2]),
-        (policy, "narrow", STAGES[3]),
-    ):
-        setattr(owner, method, _timed(getattr(owner, method), seconds, stage))
+    seconds = _clocked(cache)
     started = time.perf_counter()
     lm.generate(
         prompt,
@@ -67,29 +67,32 @@ def profile(
         pad_token_id=0,
         **forward_kwargs(cache, lm),
     )
-    total = time.perf_counter() - started
-    found = Counter(int(one) for layer in cache.tiered for one in layer.tokens.profiles.flatten())  # type: ignore[union-attr]
-    row = {
+    total, profiling = time.perf_counter() - started, sum(seconds.values())
+    policies = Counter(int(one) for layer in cache.tiered for one in layer.tokens.profiles.flatten())  # type: ignore[union-attr]
+    return {
         "bench": "profile",
-        "context": context,
+        "context": prompt.shape[1],
         "steps": steps,
         "seconds": total,
-        "profiling_share": sum(seconds.values()) / total,
+        "profiling_share": profiling / total,
         "method": "fastgen",
         "unit": "ms",
-        **quantiles([1e3 * sum(seconds.values())]),
+        **quantiles([1e3 * profiling]),
         "baseline": "generation",
-        "ratio": sum(seconds.values()) / total,
+        "ratio": profiling / total,
         **{f"{stage}_ms": 1e3 * seconds[stage] for stage in STAGES},
-        "policies": named(found),
+        "policies": named(policies),
         "compression": cache.memory_report()["compression"],
     }
-    keep([row], model, out, ledger)
-    print(f"prompt of {context:,} tokens and {steps} more: {total:.1f} s")
-    for stage in STAGES:
-        print(f"{stage:<10} {1e3 * seconds[stage]:>8.1f} ms {seconds[stage] / total:>8.3%}")
-    print(f"{'all':<10} {1e3 * sum(seconds.values()):>8.1f} ms {row['profiling_share']:>8.3%}")
-    print(f"kv heads: {', '.join(f'{count} {name}' for name, count in row['policies'].items())}")
+
+
+def _clocked(cache: Any) -> dict[str, float]:
+    """Put a clock on each stage; returns stage -> seconds, which grow as the cache is used."""
+    seconds: dict[str, float] = defaultdict(float)
+    methods = ((cache.text, "note"), (cache.policy, "start"), (cache.policy, "profile"), (cache.policy, "narrow"))
+    for stage, (owner, method) in zip(STAGES, methods):
+        setattr(owner, method, add_time(getattr(owner, method), seconds, stage))
+    return seconds
 
 
 def named(counts: Counter[int]) -> dict[str, int]:
@@ -99,16 +102,4 @@ def named(counts: Counter[int]) -> dict[str, int]:
         >>> named(Counter([4, 2, 2]))
         {'frequent': 2, 'full': 1}
     """
-    from fade_runtime.policies.fastgen import Keeps
-
     return {Keeps(policy).name.lower(): counts[policy] for policy in sorted(counts)}
-
-
-def _timed(call: Callable[..., Any], seconds: dict[str, float], stage: str) -> Callable[..., Any]:
-    def timed(*args: Any) -> Any:
-        started = time.perf_counter()
-        result = call(*args)
-        seconds[stage] += time.perf_counter() - started
-        return result
-
-    return timed

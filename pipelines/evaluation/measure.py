@@ -20,10 +20,9 @@ from fade_runtime.layer.layer import TieredLayer
 from fade_runtime.transformers_api import forward_kwargs, geometry, hand_over, text_config
 from pipelines.evaluation.oracle import Oracle, foresee, future_attention
 from pipelines.evaluation.peers import Peer, blamed, resident_bytes
+from pipelines.reporting.rows import FULL
 from predictor.errors import FadeError
 from predictor.twin import dense_twin
-
-FULL = "full"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.evaluation.intervals import paired_ratio
-from pipelines.evaluation.report import aligned
 from pipelines.evaluation.sizing import NEAR
+from pipelines.reporting.tables import markdown_table
 
 CELL_COLUMNS = ("size", "text", "against", "texts", "KL, ours", "KL, theirs", "of ours", "95 %", "result")
 Row = Mapping[str, Any]
@@ -116,7 +116,7 @@ def size_table(cells: Sequence[Row], ratio: float) -> str:
         rows = [at[kind, other] for kind in kinds]
         shown = (f"{_kl(row['theirs_kl'])}, {_short(row['times'])} {row['result']}" for row in rows)
         lines.append((other, _times(_mean_of(rows, "theirs_compression")), *shown))
-    return aligned(("cache", "compression", *kinds), lines, words=1)
+    return markdown_table(("cache", "compression", *kinds), lines, words=1)
 
 
 def cell_table(cells: Sequence[Row]) -> str:
@@ -135,7 +135,7 @@ def cell_table(cells: Sequence[Row]) -> str:
         )
         for row in cells
     ]
-    return aligned(CELL_COLUMNS, lines, words=3)
+    return markdown_table(CELL_COLUMNS, lines, words=3)
 
 
 def summary(cells: Sequence[Row]) -> str:

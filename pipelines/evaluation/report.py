@@ -1,18 +1,15 @@
-"""Results on disk and on the screen: rows of numbers, a table, report.md."""
+"""Rows and tables of an evaluation, and its report."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipelines.benchmarks.ledger import processor, record
-from pipelines.evaluation.measure import FULL, Measured
+from pipelines.evaluation.measure import Measured
+from pipelines.reporting.rows import FULL, mean
+from pipelines.reporting.tables import markdown_table
 
 MIB = 2**20
 COLUMNS = ("cache", "KL, mean", "KL, worst text", "top-1", "MiB", "compression", "decode speed")
@@ -37,9 +34,9 @@ def document_rows(texts: Sequence[Mapping[str, Any]], measured: Sequence[Sequenc
                     "kind": "document",
                     "method": one.name,
                     **text,
-                    "kl": _mean(one.kl),
+                    "kl": mean(one.kl),
                     "kl_steps": [round(value, 6) for value in one.kl],
-                    "top1": _mean(one.agree),
+                    "top1": mean(one.agree),
                     "resident_bytes": one.resident_bytes,
                     "full_bytes": one.full_bytes,
                     "tokens_per_second": seconds and 1 / seconds,
@@ -62,15 +59,15 @@ def method_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys(row["method"] for row in documents):
         mine = [row for row in documents if row["method"] == name]
-        resident, full = (_mean([row[key] for row in mine]) for key in ("resident_bytes", "full_bytes"))
+        resident, full = (mean([row[key] for row in mine]) for key in ("resident_bytes", "full_bytes"))
         rows.append(
             {
                 "kind": "method",
                 "method": name,
                 "documents": len(mine),
-                "kl": _mean([row["kl"] for row in mine]),
+                "kl": mean([row["kl"] for row in mine]),
                 "kl_worst": max(row["kl"] for row in mine),
-                "top1": _mean([row["top1"] for row in mine]),
+                "top1": mean([row["top1"] for row in mine]),
                 "resident_bytes": resident,
                 "full_bytes": full,
                 "compression": full / resident,
@@ -113,7 +110,9 @@ def table(methods: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] 
         for row in methods
     ]
     columns = COLUMNS[: len(lines[0])]
-    return aligned(columns, [*lines, *((*one, "failed", *("-" for _ in columns[2:])) for one in failed)], words=1)
+    return markdown_table(
+        columns, [*lines, *((*one, "failed", *("-" for _ in columns[2:])) for one in failed)], words=1
+    )
 
 
 def source_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -130,58 +129,7 @@ def source_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
         if row["method"] != FULL
     ]
-    return aligned(SOURCE_COLUMNS, lines, words=2)
-
-
-def aligned(columns: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
-    """A Markdown table whose source is aligned too; all but the first ``words`` columns are numbers."""
-    every = [columns, *lines]
-    widths = [max(len(line[i]) for line in every) for i in range(len(columns))]
-    rule = [("-" * width if i < words else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
-    first, *rest = [
-        [cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))]
-        for line in every
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [first, rule, *rest])
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured with: processor, threads, versions."""
-    import torch
-
-    packages = ("fade-predictor", "torch", "transformers", "lightning", "numpy")
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
-    }
-
-
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def add_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add one JSON object a line to what is there."""
-    with open(path, "a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def keep(rows: Sequence[Mapping[str, Any]], model: str, out: str | None, ledger: str | None) -> None:
-    """Add a benchmark's rows to the files that are named.
-
-    Args:
-        rows: to add. model: directory or hub id that they were measured with. out: file of JSON lines, which also get
-            what the numbers were measured with. ledger: see :func:`pipelines.benchmarks.ledger.record`.
-    """
-    name = Path(model).name
-    if out is not None:
-        here = {"model": name, **machine()}
-        add_jsonl(Path(out), [{**row, **here} for row in rows])
-    record(ledger, rows, model=name)
+    return markdown_table(SOURCE_COLUMNS, lines, words=2)
 
 
 def report(run: Mapping[str, Any], documents: Sequence[Mapping[str, Any]], plots: Mapping[str, str]) -> str:
@@ -239,8 +187,4 @@ Predictors:
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
-    return _mean(numbers) if numbers else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return mean(numbers) if numbers else None

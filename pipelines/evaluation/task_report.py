@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.evaluation.intervals import bootstrap, interval
-from pipelines.evaluation.measure import FULL
-from pipelines.evaluation.report import aligned
 from pipelines.evaluation.task_runner import Answer
 from pipelines.evaluation.tasks.task import Example, Task
+from pipelines.reporting.rows import FULL, compression, mean
+from pipelines.reporting.tables import markdown_table
 
 COLUMNS = ("task", "cache", "score", "95 %", "full cache", "KL", "top-1", "same answer", "compression")
 ALL_COLUMNS = ("cache", "tasks", "score lost", "KL", "top-1", "same answer", "compression")
@@ -33,8 +33,8 @@ def answer_rows(
             "cut": example.cut,
             "score": one.score,
             "same": one.same,
-            "kl": _mean(one.measured.kl),
-            "top1": _mean(one.measured.agree),
+            "kl": mean(one.measured.kl),
+            "top1": mean(one.measured.agree),
             "resident_bytes": one.measured.resident_bytes,
             "full_bytes": one.measured.full_bytes,
             "said": [text[:WORDS] for text in one.output.texts],
@@ -75,16 +75,15 @@ def task_rows(answers: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) 
                     "metric": metric,
                     "method": method,
                     "n": len(these),
-                    "tokens": round(_mean([row["tokens"] for row in these])),
+                    "tokens": round(mean([row["tokens"] for row in these])),
                     "cut": sum(row["cut"] for row in these),
-                    "score": _mean(scores) if scored else None,
+                    "score": mean(scores) if scored else None,
                     "interval": interval(scores) if scored else None,
-                    "full_score": _mean(theirs) if scored else None,
-                    "lost": _mean(lost) if scored else None,
+                    "full_score": mean(theirs) if scored else None,
+                    "lost": mean(lost) if scored else None,
                     "lost_interval": bootstrap(lost) if scored else None,
-                    **{key: _mean([row[key] for row in these]) for key in ("kl", "top1", "same")},
-                    "compression": sum(row["full_bytes"] for row in these)
-                    / sum(row["resident_bytes"] for row in these),
+                    **{key: mean([row[key] for row in these]) for key in ("kl", "top1", "same")},
+                    "compression": compression(these),
                 }
             )
     return rows
@@ -101,8 +100,8 @@ def over_all(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "kind": "all tasks",
                 "method": method,
                 "tasks": len(mine),
-                "lost": _mean(lost) if lost else None,
-                **{key: _mean([row[key] for row in mine]) for key in ("kl", "top1", "same", "compression")},
+                "lost": mean(lost) if lost else None,
+                **{key: mean([row[key] for row in mine]) for key in ("kl", "top1", "same", "compression")},
             }
         )
     return rows
@@ -138,7 +137,7 @@ def tables(tasks: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] =
         if row["method"] != FULL
     ]
     lines += [(task, cache, "failed", *("-" for _ in COLUMNS[3:])) for task, cache in failed]
-    return f"{aligned(ALL_COLUMNS, total, words=1)}\n\n{aligned(COLUMNS, lines, words=2)}"
+    return f"{markdown_table(ALL_COLUMNS, total, words=1)}\n\n{markdown_table(COLUMNS, lines, words=2)}"
 
 
 def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], depths: str | None = None) -> str:
@@ -210,7 +209,3 @@ def _score(metric: str, value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if metric == "perplexity" else f"{100 * value:.1f}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

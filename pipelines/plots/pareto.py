@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.evaluation.measure import FULL
 from pipelines.plots.quality import SMALLEST, STYLE, label_points, pyplot, save
+from pipelines.reporting.rows import FULL
 
 GREY = "#555555"
 MIB = 2**20

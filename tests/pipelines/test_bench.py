@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipelines import bench
+from pipelines.benchmarks import decode
 from pipelines.proof import decode_part
 from predictor.errors import FadeError
 
@@ -47,14 +48,14 @@ def test_decode_prints_ratios_and_adds_rows(tiny_model_dir: Path, tmp_path: Path
 def test_times_of_caches_that_disagree_are_not_shown(
     method: str, tiny_model_dir: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filled = bench._filled
+    filled = decode._filled
 
-    def spoiled(*given: Any) -> Any:
-        caches, twin = filled(*given)
+    def spoiled(*args: Any) -> Any:
+        caches, twin = filled(*args)
         (caches[method] if method == "static" else twin).layers[0].values.mul_(2)
         return caches, twin
 
-    monkeypatch.setattr(bench, "_filled", spoiled)
+    monkeypatch.setattr(decode, "_filled", spoiled)
     assert bench.main(["decode", "--model", str(tiny_model_dir), "--contexts", "[100]", "--steps", "1"]) == 2
     told = capsys.readouterr()
     assert f"logits of {method} are" in told.err
@@ -66,6 +67,6 @@ def test_bad_options_are_named(tiny_model_dir: Path, capsys: Any) -> None:
     assert "steps 0 is too small" in capsys.readouterr().err
     assert bench.main(["flight"]) == 2
     assert bench.main(["--help"]) == 0
-    assert f"usage: python -m pipelines.bench {{{','.join(bench.COMMANDS)}}}" in capsys.readouterr().out
+    assert f"usage: python -m pipelines.bench {{{','.join(bench.BENCHMARKS)}}}" in capsys.readouterr().out
     with pytest.raises(FadeError, match="contexts 0 is too small"):
-        bench.decode(str(tiny_model_dir), contexts=[])
+        decode.decode(decode.DecodeSettings(model=str(tiny_model_dir), contexts=[]))

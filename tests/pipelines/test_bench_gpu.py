@@ -18,6 +18,7 @@ from fade_runtime.kernels.triton import launch_table as launches
 from fade_runtime.kernels.triton.launch_table import Launch
 from pipelines import bench
 from pipelines.benchmarks import gpu as bench_gpu
+from pipelines.benchmarks import gpu_model
 from pipelines.benchmarks.gpu_layer import random_layer, stored_bytes
 from pipelines.benchmarks.ledger import add_rows
 from predictor.errors import FadeError
@@ -100,10 +101,10 @@ def test_what_does_not_fit_is_named_and_the_rest_goes_on(capsys: Any) -> None:
 
 def test_a_random_llama_decodes_with_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16)
-    monkeypatch.setitem(bench_gpu.SIZES, "tiny", tiny)
-    monkeypatch.setattr(bench_gpu, "VOCABULARY", 50)
-    lm = bench_gpu.random_llama("tiny", torch.device("cpu"))
-    rows = [bench_gpu.decode_row(lm, method=name, context=400, steps=3) for name in bench_gpu.METHODS]
+    monkeypatch.setitem(gpu_model.SIZES, "tiny", tiny)
+    monkeypatch.setattr(gpu_model, "VOCABULARY", 50)
+    lm = gpu_model.random_llama("tiny", torch.device("cpu"))
+    rows = [gpu_model.decode_row(lm, method=name, context=400, steps=3) for name in gpu_model.METHODS]
     assert [row["method"] for row in rows] == ["full", "safe", "balanced"]
     assert rows[0]["bytes"] == 2 * 2 * 8 * 16 * 2 * (400 + 5)  # k and v, layers, kv heads, dim, bfloat16
     assert rows[0]["bytes"] > rows[1]["bytes"] > rows[2]["bytes"]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from pipelines import bench
 from pipelines.benchmarks import ledger
 from pipelines.benchmarks import memory as bench_memory
-from pipelines.benchmarks.memory import CLEAR, MIB, _in_process, _rows, status_bytes
+from pipelines.benchmarks.memory import CLEAR, MIB, OneRun, _in_process, _rows, status_bytes
 from predictor.errors import FadeError
 
 pytestmark = pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux")
@@ -23,6 +24,10 @@ def _same_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+def one_run(model: Path, method: str, context: int, new_tokens: int) -> OneRun:
+    return OneRun(method, context, new_tokens, str(model), None, 0.25, "float32", 1)
 
 
 def test_a_peak_is_what_was_there_and_is_forgotten_when_cleared() -> None:
@@ -39,8 +44,7 @@ def test_a_peak_is_what_was_there_and_is_forgotten_when_cleared() -> None:
 
 @pytest.mark.slow
 def test_one_cache_is_measured_from_the_model_at_rest(tiny_model_dir: Path) -> None:
-    asked = dict(model=str(tiny_model_dir), predictor=None, budget=0.25, dtype="float32", threads=1)
-    runs = {name: _in_process({**asked, "method": name, "context": 3000, "new_tokens": 3}) for name in ("stock", "h2o")}
+    runs = {name: _in_process(one_run(tiny_model_dir, name, 3000, 3)) for name in ("stock", "h2o")}
     assert runs["stock"]["first"] == runs["h2o"]["first"]
     for run in runs.values():
         assert run["added"] == run["peak"] - run["resting"] >= 0  # what loading freed may have been enough
@@ -64,11 +68,11 @@ def test_a_stock_that_added_nothing_is_no_yardstick(
     """A small prompt fits into what loading freed."""
     added = {"stock": 0, "safe": 40, "h2o": 0}
     monkeypatch.setattr(
-        bench_memory, "_in_process", lambda asked: {"resting": 300, "peak": 300 + added[asked["method"]],
-                                                    "added": added[asked["method"]], "first": 1}
+        bench_memory, "_in_process", lambda run: {"resting": 300, "peak": 300 + added[run.method],
+                                                  "added": added[run.method], "first": 1}
     )  # fmt: skip
     path, out = tmp_path / "ledger.csv", tmp_path / "rows.jsonl"
-    assert bench_memory.main(["--model", "some/where", "--ledger", str(path), "--out", str(out)]) == 0
+    assert bench.main(["memory", "--model", "some/where", "--ledger", str(path), "--out", str(out)]) == 0
     assert [json.loads(line)["added_of_stock"] for line in out.read_text().splitlines()] == [None] * 3
     rows = {(row["bench"], row["method"]): row["ratio"] for row in ledger.read_rows(path)}
     assert (rows["memory added", "safe"], rows["memory peak", "safe"]) == ("", "1.13333")
@@ -79,8 +83,7 @@ def test_a_peak_is_no_lower_than_what_rests(tiny_model_dir: Path, monkeypatch: p
     """The kernel keeps the mark from counters that lag behind those of what is resident."""
     seen = {"VmRSS": 500 * MIB, "VmHWM": 499 * MIB}
     monkeypatch.setattr(bench_memory, "status_bytes", seen.__getitem__)
-    asked = dict(model=str(tiny_model_dir), predictor=None, budget=0.25, dtype="float32", threads=1)
-    run = bench_memory.measure_one({**asked, "method": "stock", "context": 8, "new_tokens": 1})
+    run = bench_memory.measure_one(one_run(tiny_model_dir, "stock", 8, 1))
     assert (run["peak"], run["added"]) == (500 * MIB, 0)
 
 
@@ -90,7 +93,7 @@ def test_bad_options_are_named(tmp_path: Path, capsys: Any) -> None:
         (["--contexts", "[]"], "contexts 0 is too small"),
         (["--flavour", "mild"], "option 'flavour' is not known"),
     ]:
-        assert bench_memory.main(words) == 2
+        assert bench.main(["memory", *words]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -98,12 +101,12 @@ def test_bad_options_are_named(tmp_path: Path, capsys: Any) -> None:
 def test_each_cache_runs_in_a_process_of_its_own(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["--model", tiny_model_dir, "--contexts", "[300]", "--new_tokens", 3, "--out", out]
-    assert bench_memory.main([str(word) for word in arguments]) == 0
+    assert bench.main(["memory", *map(str, arguments)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["method"] for row in rows] == ["stock", "safe", "h2o"]
     told = capsys.readouterr().out
     for row in rows:
         assert 100 * MIB < row["resting"] <= row["peak"]
         assert f"{row['peak_of_stock']:.3f}x" in told
-    assert bench_memory.main(["--model", str(tmp_path / "none")]) == 2
+    assert bench.main(["memory", "--model", str(tmp_path / "none")]) == 2
     assert "stock at 2048 tokens: model directory" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipelines import bench
 from pipelines.benchmarks import prefill as bench_prefill
 
 
@@ -26,7 +27,7 @@ def test_prefill_prints_ratios_and_adds_rows(
     out = tmp_path / "rows.jsonl"
     arguments = ["--model", tiny_model_dir, "--contexts", "[150,300]", "--repeats", 2, "--out", out]
     arguments += ["--predictor", bundles["mlp"], "--assistant", 1]
-    assert bench_prefill.main(list(map(str, arguments))) == 0
+    assert bench.main(["prefill", *map(str, arguments)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     names = ["stock", "safe", "position", "ema", "h2o", "fastgen", "learned", "assisted"]
     assert [(row["context"], row["method"]) for row in rows] == [(n, name) for n in (150, 300) for name in names]
@@ -50,7 +51,7 @@ def test_times_of_caches_that_disagree_are_not_shown(
 
     monkeypatch.setattr(bench_prefill, "_read", spoiled)
     arguments = ["--model", str(tiny_model_dir), "--contexts", "[100]", "--repeats", "1"]
-    assert bench_prefill.main(arguments) == 2
+    assert bench.main(["prefill", *arguments]) == 2
     told = capsys.readouterr()
     assert "logits of ema are" in told.err
     assert "of stock" not in told.out
@@ -63,5 +64,5 @@ def test_bad_options_are_named(tiny_model_dir: Path, capsys: Any) -> None:
         (["--budget", "1.5"], "int4_budget 1.5"),
         (["--predictor", "nowhere/at/all"], "nowhere/at/all"),
     ]:
-        assert bench_prefill.main(["--model", str(tiny_model_dir), *words]) == 2
+        assert bench.main(["prefill", "--model", str(tiny_model_dir), *words]) == 2
         assert said in capsys.readouterr().err

@@ -18,6 +18,8 @@ from pipelines.benchmarks import collect as bench_collect
 from pipelines.benchmarks import ledger
 from pipelines.benchmarks import memory as bench_memory
 from pipelines.benchmarks import select as bench_select
+from pipelines.benchmarks.timing import quantiles
+from pipelines.reporting.machine import commit, processor
 from predictor.errors import FadeError
 
 
@@ -30,24 +32,24 @@ def _same_threads() -> Iterator[None]:
 
 def test_quantiles_are_measurements() -> None:
     values = np.random.default_rng(0).exponential(size=41)
-    found = ledger.quantiles(values.tolist())
+    found = quantiles(values.tolist())
     expected = {f"p{q}": np.quantile(values, q / 100, method="nearest") for q in (20, 50, 80)}
     assert found == pytest.approx(expected)
-    assert ledger.quantiles([7.0]) == {"p20": 7.0, "p50": 7.0, "p80": 7.0}
+    assert quantiles([7.0]) == {"p20": 7.0, "p50": 7.0, "p80": 7.0}
 
 
 def test_the_commit_is_gits_and_says_when_files_have_changed(tmp_path: Path) -> None:
-    assert ledger.commit(tmp_path) == ""
+    assert commit(tmp_path) == ""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "file").write_text("one")
     for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
-    assert head.startswith(ledger.commit(tmp_path))
+    assert head.startswith(commit(tmp_path))
     (tmp_path / "new").write_text("not known to git")
-    assert not ledger.commit(tmp_path).endswith("+")
+    assert not commit(tmp_path).endswith("+")
     (tmp_path / "file").write_text("two")
-    assert ledger.commit(tmp_path) == head[:10] + "+"
+    assert commit(tmp_path) == head[:10] + "+"
 
 
 @pytest.mark.parametrize("name", ["collect", "select", "decode", "prefill", "guard", "profile"])
@@ -76,27 +78,27 @@ def test_each_benchmark_adds_its_rows_only_when_asked(
         assert row["model"] == tiny_model_dir.name
         assert row["threads"] == "1"
         assert row["torch"] == torch.__version__
-        assert row["device"] == ledger.processor()
+        assert row["device"] == processor()
         assert 0 < float(row["p20"]) <= float(row["p50"]) <= float(row["p80"])
         base = [each for each in lines if each["method"] == row["baseline"]]
         if base:
             assert float(row["ratio"]) == pytest.approx(line["p50"] / base[0]["p50"], rel=1e-4)
         else:  # a part of what it serves; the guard of a tiny model is longer than its steps
             assert 0 < float(row["ratio"]) < (np.inf if name == "guard" else 1)
-    if (commit := rows[0]["commit"]) != "":  # without git there is none
-        assert bench.main(["compare", commit, commit, "--ledger", str(path)]) == 0
+    if (measured := rows[0]["commit"]) != "":  # without git there is none
+        assert bench.main(["compare", measured, measured, "--ledger", str(path)]) == 0
         assert "1.000x" in capsys.readouterr().out
 
 
 def test_peaks_of_memory_are_two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {"stock": 400, "safe": 300, "h2o": 350}
 
-    def measured(asked: dict[str, Any]) -> dict[str, Any]:
-        return dict(peak=peaks[asked["method"]], added=peaks[asked["method"]] - 200, resting=200, first=1)
+    def measured(run: bench_memory.OneRun) -> dict[str, Any]:
+        return dict(peak=peaks[run.method], added=peaks[run.method] - 200, resting=200, first=1)
 
     monkeypatch.setattr(bench_memory, "_in_process", measured)
     path = tmp_path / "ledger.csv"
-    assert bench_memory.main(["--model", "some/where", "--ledger", str(path), "--threads", "3"]) == 0
+    assert bench.main(["memory", "--model", "some/where", "--ledger", str(path), "--threads", "3"]) == 0
     rows = {(row["bench"], row["method"]): row for row in ledger.read_rows(path)}
     assert list(rows) == [(f"memory {what}", name) for what in ("peak", "added") for name in peaks]
     row = rows["memory added", "safe"]

@@ -41,7 +41,7 @@ def test_tuning_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def milliseconds(call: object, *_: object) -> tuple[float, float, float]:
-        how = call.__self__.how  # type: ignore[attr-defined]
+        how = call.__self__.launch  # type: ignore[attr-defined]
         asked.append((how.warps, how.pages))
         call()  # type: ignore[operator]
         return 0.0, spent.get((how.warps, min(how.pages, 2)), 1.0), 0.0
