@@ -1,9 +1,20 @@
-"""Policy -> cache -> attention: a tiered quantised KV cache for Hugging Face models."""
+"""A tiered quantised KV cache for Hugging Face models.
 
-from fade_runtime.cache.session import load_session, save_session
-from fade_runtime.cache.telemetry import JsonlExporter, ListExporter, attach_telemetry, detach_telemetry
-from fade_runtime.cache.tiered_cache import TieredCache, create_tiered_cache
-from fade_runtime.config.config import FadeConfig
+Packages, each may import those after it: cache, guard, layer, config, policies | kernels, storage; then the two modules
+transformers_api and events. Never in here: lightning, mlflow (the registry of predictor asks for it), datasets.
+"""
+
+from fade_runtime.cache import (
+    JsonlExporter,
+    ListExporter,
+    TieredCache,
+    attach_telemetry,
+    create_tiered_cache,
+    detach_telemetry,
+    load_session,
+    save_session,
+)
+from fade_runtime.config import FadeConfig
 from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fade_runtime.layer import gradients
 from predictor.errors import FadeError
 from predictor.provenance import head_dim
-
-if TYPE_CHECKING:
-    from fade_runtime.layer.layer import TieredLayer
 
 NAME = "fade"
 HANDLE = "fade_layer"
@@ -45,25 +41,25 @@ SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
 
 
 class Attending(Protocol):
-    """A cache layer that computes attention over what it holds.
+    """A cache layer that computes attention over what it holds."""
 
-    Attributes:
-        sharers: layers of the model that attend to this layer's tokens after its own attention has.
-    """
+    @property
+    def kv_sharers(self) -> int:
+        """Layers of the model that attend to this layer's tokens after its own attention has."""
 
-    sharers: int
-
-    def attend(
+    def attention(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         mask: Tensor | None,
         scaling: float,
         softcap: float | None = None,
         position_ids: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attention of the queries [B, Hq, Q, D] that came with the last update: [B, Q, Hq, D]."""
+        """Attention of the queries [B, Hq, Q, D] of the last update, which brought key and value: [B, Q, Hq, D]."""
 
 
 class HandedKey(Tensor):
@@ -89,7 +85,7 @@ def _sdpa_over_tiers(
     """Stand in for ``scaled_dot_product_attention``: [B, Hq, Q, D]."""
     scaling = query.shape[-1] ** -0.5 if scale is None else scale
     layer = getattr(key, HANDLE)
-    return over_tiers(layer, nn.Module(), query, key, value, attn_mask, scaling, dropout=dropout_p).transpose(1, 2)
+    return layer.attention(nn.Module(), query, key, value, attn_mask, scaling, dropout=dropout_p).transpose(1, 2)
 
 
 def fade_attention(
@@ -118,7 +114,7 @@ def fade_attention(
     if layer is not None:
         _refuse(module, kwargs, lambda name: name not in HARMLESS)
         more = dict(softcap=softcap, position_ids=kwargs.get("position_ids"), dropout=dropout)
-        return over_tiers(layer, module, query, key, value, ours, scaled, **more), None
+        return layer.attention(module, query, key, value, ours, scaled, **more), None
     _refuse_misnamed(module, kwargs)
     own = _own_attention(module)
     if own is not None:
@@ -154,29 +150,6 @@ def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     if name == "eager":
         return getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     return None if name in (None, "sdpa", NAME) else ALL_ATTENTION_FUNCTIONS.get(name)
-
-
-@torch.compiler.disable
-def over_tiers(
-    layer: Attending,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    **more: Any,
-) -> Tensor:
-    """:meth:`Attending.attend` outside of compiled graphs, under autocast as SDPA, and with gradients: [B, Q, Hq, D].
-
-    Args:
-        key, value: [B, H, Q, D] that came with the last update, and have been stored.
-    """
-    if is_autocast(query.device.type):
-        return as_attended(over_tiers, layer, module, query, key, value, mask, scaling, **more)
-    if more.get("dropout") or gradients.needed(query, key, value):
-        return gradients.attend(cast("TieredLayer", layer), module, query, key, value, mask, scaling, **more)
-    return layer.attend(module, query, mask, scaling, **more)
 
 
 def is_autocast(device: str) -> bool:
@@ -272,7 +245,7 @@ def hand_over(layer: Attending, key: Tensor, call: dict[str, Any] | None) -> Ten
 
     Layers that share the tokens have calls of their own, and only the key in common.
     """
-    if call is not None and not layer.sharers:
+    if call is not None and not layer.kv_sharers:
         call[HANDLE] = layer
         return key
     handed = key.as_subclass(HandedKey)
@@ -315,13 +288,13 @@ def can_tier(layer: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
-def sharers(config: Any) -> list[int]:
+def kv_sharers(config: Any) -> list[int]:
     """How many later layers attend to each layer's keys and values instead of their own (Gemma 3n, Gemma 4).
 
     Example:
         >>> from types import SimpleNamespace
         >>> kinds = ["sliding_attention", "full_attention"] * 3
-        >>> sharers(SimpleNamespace(num_hidden_layers=6, num_kv_shared_layers=3, layer_types=kinds))
+        >>> kv_sharers(SimpleNamespace(num_hidden_layers=6, num_kv_shared_layers=3, layer_types=kinds))
         [0, 2, 1, 0, 0, 0]
     """
     counts = [0] * config.num_hidden_layers

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.cache.parts import CacheParts
+from fade_runtime.layer import CompressedLayer, TieredLayer
 from fade_runtime.storage.tiers import Tier
-
-if TYPE_CHECKING:
-    from fade_runtime.cache.tiered_cache import TieredCache
-    from predictor.bundle import Predictor
+from predictor.bundle import Predictor
 
 TIERS = tuple(tier.name for tier in Tier if tier < Tier.EVICTED)
 KINDS = {
@@ -24,7 +22,7 @@ KINDS = {
 OTHER = "scales and slots"
 
 
-def memory_report(cache: TieredCache) -> dict[str, Any]:
+def memory_report(cache: CacheParts) -> dict[str, Any]:
     """Count what the cache holds now.
 
     Returns:
@@ -92,7 +90,7 @@ def reachable_tensors(thing: Any) -> Iterator[Tensor]:
             yield from reachable_tensors(each)
 
 
-def full_bytes(layer: TieredLayer) -> int:
+def full_bytes(layer: CompressedLayer) -> int:
     """Bytes of a layer's tokens, padding included, in an uncompressed cache of the model's dtype."""
     if layer.store is None:
         return 0

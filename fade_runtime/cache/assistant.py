@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from fade_runtime import transformers_api as hf
+from fade_runtime.cache.parts import CacheParts
+from fade_runtime.config import FadeConfig
 from fade_runtime.policies.text import find_tokenizer
 from predictor.errors import FadeError
 from predictor.provenance import tokenizer_hash
 from predictor.twin import dense_twin
+
+CacheFactory = Callable[[nn.Module, FadeConfig], CacheParts]
 
 
 def fuse(score: Tensor, importance: Tensor, weight: float) -> Tensor:
@@ -39,10 +46,11 @@ class Assistant:
     Args:
         model: the smaller model; its attention is switched to "fade", as that of every model with a tiered cache.
         weight: of the main model's score. tail: tokens at the end of the prompt that it reads.
+        make_cache: makes a tiered cache for a model.
     """
 
-    def __init__(self, model: nn.Module, weight: float, tail: int) -> None:
-        self.model, self.weight, self.tail = model, weight, tail
+    def __init__(self, model: nn.Module, *, weight: float, tail: int, make_cache: CacheFactory) -> None:
+        self.model, self.weight, self.tail, self.make_cache = model, weight, tail, make_cache
 
     @torch.no_grad()
     def importance(self, ids: Tensor) -> Tensor:
@@ -54,12 +62,9 @@ class Assistant:
         Returns:
             [min(S, tail)] float32, of sum 1; average and decay are those of policy "ema".
         """
-        from fade_runtime.cache.tiered_cache import create_tiered_cache
-        from fade_runtime.config.config import FadeConfig
-
         tail = ids[-self.tail :].long()[None]
         whole = FadeConfig(eviction_policy="ema", int4_budget=1.0, n_sink=0, recent_window=tail.shape[1])
-        cache = create_tiered_cache(self.model, whole)
+        cache = self.make_cache(self.model, whole)
         base: Any = getattr(self.model, "base_model", self.model)
         base(tail, use_cache=True, **hf.forward_kwargs(cache, base))
         found = [layer.tokens.full.state[0].mean(0) for layer in cache.tiered if layer.tokens.full.state is not None]
@@ -70,19 +75,22 @@ class Assistant:
         return fuse(score, importance.to(score.device), self.weight)
 
 
-def find_assistant(model: Any, given: Any, weight: float, tail: int, tokenizer: Any = None) -> Assistant:
+def find_assistant(
+    model: Any, given: Any, *, weight: float, tail: int, tokenizer: Any = None, make_cache: CacheFactory
+) -> Assistant:
     """The assistant that the option ``assistant`` asks for.
 
     Args:
         model: the main model. tokenizer: the main model's, or None for the one that lies beside it.
         given: a model, a directory or an id whose files are on this machine, or a number of the main model's layers.
-        weight, tail: see :class:`Assistant`.
+        weight, tail, make_cache: see :class:`Assistant`.
 
     Raises:
         FadeError: it cannot be loaded, or has another tokenizer.
     """
+    assistant = partial(Assistant, weight=weight, tail=tail, make_cache=make_cache)
     if isinstance(given, int):
-        return Assistant(first_layers(model, given), weight, tail)
+        return assistant(first_layers(model, given))
     other = find_tokenizer(given) if isinstance(given, nn.Module) else find_tokenizer(model, given)
     if tokenizer_hash(find_tokenizer(model, tokenizer)) != tokenizer_hash(other):
         raise FadeError(
@@ -90,15 +98,14 @@ def find_assistant(model: Any, given: Any, weight: float, tail: int, tokenizer: 
             "smaller model of the same family"
         )
     if isinstance(given, nn.Module):
-        return Assistant(given, weight, tail)
-    from transformers import AutoModelForCausalLM
+        return assistant(given)
 
     first = next(model.parameters())
     try:
         loaded = AutoModelForCausalLM.from_pretrained(given, local_files_only=True, dtype=first.dtype)
     except Exception as error:  # transformers and safetensors raise many kinds
         raise FadeError(f"assistant {given} cannot be loaded; give a causal language model or its directory") from error
-    return Assistant(loaded.to(first.device).eval(), weight, tail)
+    return assistant(loaded.to(first.device).eval())
 
 
 def first_layers(model: Any, count: int) -> nn.Module:

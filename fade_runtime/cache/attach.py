@@ -193,9 +193,9 @@ def _refusal(model: Any, config: Any) -> str | None:
         return f"has no full-attention layer but {sorted({type(layer).__name__ for layer in layers})}"
     if hf.cache_name(model) is None:
         return ENCODER
-    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()) and not sum(hf.sharers(config)):
+    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()) and not sum(hf.kv_sharers(config)):
         return "shares keys and values between layers in an unknown way (kv_sharing_modes)"
-    if sum(hf.sharers(config)) and len({parameter.device for parameter in model.parameters()}) > 1:
+    if sum(hf.kv_sharers(config)) and len({parameter.device for parameter in model.parameters()}) > 1:
         return "shares keys and values between layers, which is not supported over several devices"
     return None
 

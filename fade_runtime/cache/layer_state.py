@@ -11,9 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fade_runtime.layer.attention import AttentionCall, FullTokens
+from fade_runtime.layer import AttentionCall, FullTokens, TieredLayer
 from fade_runtime.layer.held import HeldCall, HeldCalls
-from fade_runtime.layer.layer import TieredLayer
 from fade_runtime.layer.sequences import Sequences
 from fade_runtime.layer.store import Body
 from predictor.errors import FadeError
@@ -39,7 +38,7 @@ def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor], shared: list
         return {"kind": type(layer).__name__, "attributes": _encode(vars(layer), str(index), tensors)}
     facts: dict[str, Any] = {"kind": TieredLayer.__name__, "device": None}
     facts |= {name: getattr(layer, name) for name in LAYER}
-    facts["watch"] = None if layer.watch is None else layer.watch.facts()
+    facts["watch"] = None if layer.hooks is None else layer.hooks.facts()
     if layer.store is None:
         return facts
     facts["held"] = [
@@ -122,9 +121,9 @@ def _tiered(
     shared: Callable[[int, torch.device], Sequences],
 ) -> TieredLayer:
     fresh = copy.copy(layer)
-    fresh.watch = None
+    fresh.hooks = None
     fresh.reset()
-    fresh.watch = None if layer.watch is None else layer.watch.restored(stored["watch"])
+    fresh.hooks = None if layer.hooks is None else layer.hooks.from_facts(stored["watch"])
     if stored["device"] is None:
         return fresh
     device = _device(model, stored["device"])

@@ -11,18 +11,16 @@ import operator
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fade_runtime.cache.attach import Hold, changing
+from fade_runtime.cache.tiered_cache import TieredCache
 from fade_runtime.transformers_api import CACHE_NAMES
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from fade_runtime.cache.tiered_cache import TieredCache
 
 REFUSED = ("streamer", "assistant_model", "prompt_lookup_num_tokens", "custom_generate", "return_dict_in_generate")
 
@@ -101,8 +99,6 @@ class _Generate:
 
 def _generate(plain: Any, model: Any, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
     """``generate`` of a model, in pieces under a cache that decodes again."""
-    from fade_runtime.cache.tiered_cache import TieredCache
-
     cache = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
     if not isinstance(cache, TieredCache) or cache.config.on_rollback != "redecode":
         return plain(inputs, *args, **options)

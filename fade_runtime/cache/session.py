@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from fade_runtime import transformers_api as hf
 from fade_runtime.cache.layer_state import layer_facts, restored_layer, restored_sequences, sequences_facts
+from fade_runtime.cache.parts import CacheParts
 from fade_runtime.cache.session_upgrade import upgraded
-from fade_runtime.cache.tiered_cache import TieredCache, create_tiered_cache
 from fade_runtime.config.config import FadeConfig
-from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.guard import Watch
+from fade_runtime.layer import TieredLayer
 from fade_runtime.layer.sequences import Sequences
 from predictor.errors import FadeError
 from predictor.provenance import check_provenance, model_provenance
@@ -60,7 +61,7 @@ REFERENCES = ("predictor", "codebook")  # options that are compared by what they
 PLACES = (*REFERENCES, *NAMED)  # options that say where something is: what a session holds of them is only a name
 
 
-def save_session(cache: TieredCache, path: str | Path) -> Path:
+def save_session(cache: CacheParts, path: str | Path) -> Path:
     """Write what a cache holds as a directory, whole or not at all; a session that is at ``path`` is replaced.
 
     Raises:
@@ -68,6 +69,7 @@ def save_session(cache: TieredCache, path: str | Path) -> Path:
 
     Example:
         >>> import tempfile
+        >>> from fade_runtime import create_tiered_cache, load_session
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> tiny = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16,
         ...                    vocab_size=8)
@@ -91,31 +93,7 @@ def save_session(cache: TieredCache, path: str | Path) -> Path:
     return path
 
 
-def load_session(model: nn.Module, path: str | Path, config: FadeConfig | None = None, **options: Any) -> TieredCache:
-    """Make a cache that goes on where :func:`save_session` left one.
-
-    A session says what a cache was like, not what a process reads, loads or writes: options that name a file, a folder,
-    a hub id or a registry (:data:`PLACES`) are never taken from it.
-
-    Args:
-        model: the one that filled it, in the same dtype; on any device.
-        path: of the session.
-        config: options of the new cache, which must be those of the stored one; None: taken from the session.
-        options: in place of the config's or the session's: ``predictor="smollm2-135m-instruct"``,
-            ``spill_dir="scratch"``.
-
-    Raises:
-        FadeError: not there, damaged, of another model, or other options, predictor or codebook; or the session was
-            made with a predictor, codebook, tokenizer, assistant or spill_dir, and none is given.
-    """
-    state, what = _read(Path(path)), f"session {path}"
-    config = _stored_config(state["facts"], options, what) if config is None else config.with_options(**options)
-    cache = create_tiered_cache(model, config)
-    load_cache_state_dict(cache, state, what)
-    return cache
-
-
-def _stored_config(facts: Mapping[str, Any], given: Mapping[str, Any], what: str) -> FadeConfig:
+def stored_config(facts: Mapping[str, Any], options: Mapping[str, Any], what: str) -> FadeConfig:
     """The options in a session, with those that are given in their place."""
     try:
         stored = dict(facts["options"])
@@ -126,7 +104,7 @@ def _stored_config(facts: Mapping[str, Any], given: Mapping[str, Any], what: str
     named = {name: stored.get(name) for name in PLACES}
     if isinstance(named["assistant"], int):  # so many layers of the model itself
         del named["assistant"]
-    asked = [name for name, value in named.items() if value is not None and name not in given]
+    asked = [name for name, value in named.items() if value is not None and name not in options]
     if asked:
         was = ", ".join(f"{name} {stored[name]!r}" for name in asked)
         raise FadeError(
@@ -134,21 +112,21 @@ def _stored_config(facts: Mapping[str, Any], given: Mapping[str, Any], what: str
             f"yourself, load_session(model, path, {', '.join(f'{name}=...' for name in asked)})"
         )
     try:
-        return FadeConfig().with_options(**{**stored, **given})
+        return FadeConfig().with_options(**{**stored, **options})
     except (FadeError, TypeError, ValueError) as error:
         raise FadeError(f"{what} cannot be set up as it was: {error}; or give its config") from error
 
 
-def resume_session(cache: TieredCache, path: str | Path) -> None:
+def resume_session(cache: CacheParts, path: str | Path) -> None:
     """Replace what a cache holds by a session; a session that is refused leaves the cache as it was.
 
     Raises:
         FadeError: not there, damaged, of another model, or other options, predictor or codebook.
     """
-    load_cache_state_dict(cache, _read(Path(path)), f"session {path}")
+    load_cache_state_dict(cache, read_session(Path(path)), f"session {path}")
 
 
-def cache_state_dict(cache: TieredCache) -> dict[str, Any]:
+def cache_state_dict(cache: CacheParts) -> dict[str, Any]:
     """Copy what a cache holds, between two calls of its model.
 
     Returns:
@@ -182,7 +160,7 @@ def cache_state_dict(cache: TieredCache) -> dict[str, Any]:
     return {"facts": json.loads(json.dumps(facts)), **tensors}
 
 
-def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: str = "session") -> None:
+def load_cache_state_dict(cache: CacheParts, state: Mapping[str, Any], what: str = "session") -> None:
     """Replace what a cache holds by what :func:`cache_state_dict` gave; all of it or nothing.
 
     Args:
@@ -236,7 +214,7 @@ def load_cache_state_dict(cache: TieredCache, state: Mapping[str, Any], what: st
         vars(cache.memory).update(vars(memory))
     if cache.guard is not None:
         vars(cache.guard).update(vars(guard))
-        cache.guard.watches = [layer.watch for layer in cache.tiered if layer.watch is not None]
+        cache.guard.watches = [layer.hooks for layer in cache.tiered if isinstance(layer.hooks, Watch)]
 
 
 def stored_options(config: FadeConfig) -> dict[str, Any]:
@@ -251,7 +229,7 @@ def stored_options(config: FadeConfig) -> dict[str, Any]:
 # -- what must be the same ---------------------------------------------------------------------------------------
 
 
-def _check(cache: TieredCache, facts: Mapping[str, Any], model: nn.Module, what: str) -> None:
+def _check(cache: CacheParts, facts: Mapping[str, Any], model: nn.Module, what: str) -> None:
     check_provenance(facts["model"], model, what)
     if facts["dtype"] != _dtype(model):
         raise FadeError(
@@ -272,7 +250,7 @@ def _check(cache: TieredCache, facts: Mapping[str, Any], model: nn.Module, what:
             raise FadeError(f"{what} was made with another {name} ({there}, here {given}); give the same one")
 
 
-def _predictor_facts(cache: TieredCache) -> dict[str, Any] | None:
+def _predictor_facts(cache: CacheParts) -> dict[str, Any] | None:
     predictor = cache.policy.predictor
     if predictor is None:
         return None
@@ -280,7 +258,7 @@ def _predictor_facts(cache: TieredCache) -> dict[str, Any] | None:
     return {"name": predictor.name, "sha256": _digest(predictor.state_dict(), facts)}
 
 
-def _codebook_facts(cache: TieredCache) -> dict[str, Any] | None:
+def _codebook_facts(cache: CacheParts) -> dict[str, Any] | None:
     if cache.codebook is None:
         return None
     centroids = {str(index): tensor for index, tensor in enumerate(cache.codebook.tensors())}
@@ -306,7 +284,7 @@ def _dtype(model: nn.Module) -> str:
 # -- files -------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_session(path: Path) -> dict[str, Any]:
     """The state in a session's files, verified."""
     facts = SESSION.read_facts(path, str(path))
     tensors, order = SESSION.read_tensors(path, str(path), facts), facts["order"]

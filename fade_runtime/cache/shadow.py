@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fade_runtime.cache.tiered_cache import TieredCache
-
-
-@dataclass(frozen=True)
-class ShadowEvent:
-    """One comparison of next-token distributions.
-
-    Attributes:
-        time: when it ended, seconds since 1970. seen: logical tokens.
-        kl: KL(full precision || cache), nats, of the worst sequence. top1: share of sequences with the same best token.
-        ms: milliseconds that it took.
-    """
-
-    time: float
-    seen: int
-    kl: float
-    top1: float
-    ms: float
+from fade_runtime.events import ShadowEvent
 
 
 def next_token_kl(full: Tensor, ours: Tensor) -> Tensor:
@@ -43,12 +25,12 @@ def next_token_kl(full: Tensor, ours: Tensor) -> Tensor:
 
 
 class Shadow:
-    """Looks on at the calls that a cache comes with, and repeats one in so many of them with everything.
+    """Looks on at the calls that a cache comes with, and compares one in so many of them with full precision.
 
     It takes the time and memory of a prompt of the whole text.
 
     Args:
-        every: decode steps between two looks.
+        every: decode steps between two comparisons.
     """
 
     def __init__(self, every: int) -> None:
@@ -63,28 +45,32 @@ class Shadow:
         """A call begins."""
         self._waits = True
 
-    def look(self, cache: TieredCache, given: dict[str, Any], output: Any) -> None:
-        """See what came out of a call, whose arguments were ``given``."""
+    def awaited(self, output: Any, seen: int, prompt: int) -> Tensor | None:
+        """Logits [B, 1, V] of a decode step after which it is time to compare; None: it is not.
+
+        Args:
+            output: of the model's call. seen: columns after it. prompt: tokens of the longest first prompt.
+        """
         waited, self._waits = self._waits, False
-        seen, first = cache.get_seq_length(), cache.tiered[0].prompt
-        if not waited or seen == first or (seen - first) % self.every:
-            return
+        if not waited or seen == prompt or (seen - prompt) % self.every:
+            return None
         logits = output.logits if hasattr(output, "logits") else output[0]
-        if logits.shape[1] != 1:
-            return
+        return logits if logits.shape[1] == 1 else None
+
+    def compare(self, model: Any, ids: Tensor, kwargs: Mapping[str, Any], logits: Tensor) -> ShadowEvent:
+        """Run the whole text without a cache, and measure how far the cache's next-token distributions are from it.
+
+        Args:
+            model: the causal language model. ids: [B, S] of the text. kwargs: of the call that gave ``logits``.
+            logits: [B, 1, V] under the cache.
+        """
         started = time.perf_counter()
-        model, text, guard = cache.model, cache.text, cache.guard
-        assert text is not None
-        assert guard is not None
-        asked = dict(attention_mask=given.get("attention_mask"), use_cache=False)
+        options = dict(attention_mask=kwargs.get("attention_mask"), use_cache=False)
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            asked["logits_to_keep"] = 1
+            options["logits_to_keep"] = 1
         with torch.no_grad():
-            full = model(text.upto(seen).long(), **asked).logits[:, -1]
+            full = model(ids.long(), **options).logits[:, -1]
             ours = logits[:, -1]
             same = (full.argmax(-1) == ours.argmax(-1)).float().mean()
             kl = float(next_token_kl(full, ours).max())
-        event = ShadowEvent(time.time(), seen, kl, float(same), 1e3 * (time.perf_counter() - started))
-        guard.shadowed = event
-        if guard.observer is not None:
-            guard.observer(event)
+        return ShadowEvent(time.time(), ids.shape[1], kl, float(same), 1e3 * (time.perf_counter() - started))

@@ -14,19 +14,18 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fade_runtime import transformers_api as hf
-from fade_runtime.cache.accounting import full_bytes, stored_bytes
+from fade_runtime.cache.accounting import full_bytes, memory_report, stored_bytes
+from fade_runtime.cache.parts import CacheParts
 from fade_runtime.cache.session import stored_options
-from fade_runtime.cache.shadow import ShadowEvent
-from fade_runtime.cache.tiered_cache import TieredCache
-from fade_runtime.guard.guard import GuardEvent
-from fade_runtime.layer.attention import pick_kernel
-from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.events import Event, GuardEvent, Reassignment, ShadowEvent
+from fade_runtime.kernels.dispatch import pick_kernel
+from fade_runtime.layer import CompressedLayer, TieredLayer
 from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
 from predictor.files import write_aside
@@ -34,39 +33,6 @@ from predictor.files import write_aside
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-@dataclass(frozen=True)
-class Reassignment:
-    """One reassignment of one layer.
-
-    Attributes:
-        time: when it ended, seconds since 1970.
-        layer: index of the layer. seen: logical tokens so far, padding included.
-        policy: whose score decided.
-        path: what computes this layer's attention from now on: "dense" (transformers' own, while nothing is
-            compressed), the kernel's name ("cpu", "reference", ...), or "materialised for NAME" under another
-            attention implementation.
-        tokens: by tier, summed over the rows (batch x kv head); EVICTED counts those of earlier times too.
-        demoted, evicted: tokens that this reassignment put into the low tier, and those that it evicted.
-        scores: count, min, mean, max and quantiles of the scores that decided; empty if no score did.
-        resident_bytes: what the layer holds. full_bytes: the same tokens in an uncompressed cache.
-        ms: milliseconds that it took.
-    """
-
-    time: float
-    layer: int
-    seen: int
-    policy: str
-    path: str
-    tokens: dict[str, int]
-    demoted: int
-    evicted: int
-    scores: dict[str, float | None]
-    resident_bytes: int
-    full_bytes: int
-    ms: float
-
-
-Event: TypeAlias = Reassignment | GuardEvent | ShadowEvent
 KINDS = {Reassignment: "reassignment", GuardEvent: "guard", ShadowEvent: "shadow"}
 
 
@@ -149,7 +115,7 @@ class Telemetry:
         """Copies of a cache tell the same exporter."""
         return self
 
-    def __call__(self, layer: TieredLayer, ms: float) -> None:
+    def __call__(self, layer: CompressedLayer, ms: float) -> None:
         """Count one reassignment and tell of it. A file that cannot be written any more is warned about, once."""
         event = describe_reassignment(layer, ms)
         self.reassignments += 1
@@ -168,7 +134,7 @@ class Telemetry:
             self.lost += 1
 
 
-def attach_telemetry(cache: TieredCache, exporter: Exporter) -> Telemetry:
+def attach_telemetry(cache: CacheParts, exporter: Exporter) -> Telemetry:
     """Tell ``exporter`` of each reassignment of a cache and each look of its guard, and no other exporter any more.
 
     Returns:
@@ -182,7 +148,7 @@ def attach_telemetry(cache: TieredCache, exporter: Exporter) -> Telemetry:
     return telemetry
 
 
-def detach_telemetry(cache: TieredCache) -> None:
+def detach_telemetry(cache: CacheParts) -> None:
     """Stop measuring."""
     for layer in cache.tiered:
         layer.observer = layer.last_plan = None
@@ -190,7 +156,7 @@ def detach_telemetry(cache: TieredCache) -> None:
         cache.guard.observer = None
 
 
-def describe_reassignment(layer: TieredLayer, ms: float) -> Reassignment:
+def describe_reassignment(layer: CompressedLayer, ms: float) -> Reassignment:
     """The event of a layer that has just reassigned its tokens, which took ``ms`` milliseconds."""
     demoted = evicted = 0
     scores: dict[str, float | None] = {}
@@ -231,9 +197,9 @@ def score_statistics(scores: Tensor) -> dict[str, float | None]:
     return {"count": len(scores), **{n: x if math.isfinite(x) else None for n, x in zip(names, numbers)}}
 
 
-def attention_path(layer: TieredLayer) -> str:
+def attention_path(layer: CompressedLayer) -> str:
     """What computes a layer's attention: see :class:`Reassignment`."""
-    config = layer._config()
+    config = layer.setup.model_config()
     if config is not None and not hf.is_attached(config):
         return f"materialised for {config._attn_implementation}"
     if layer.store is None or not layer.store.compressed:
@@ -241,7 +207,7 @@ def attention_path(layer: TieredLayer) -> str:
     return pick_kernel(layer.device).__module__.rpartition(".")[2]
 
 
-def dump_debug(cache: TieredCache, path: str | Path, *, slots: bool = False) -> Path:
+def dump_debug(cache: CacheParts, path: str | Path, *, slots: bool = False) -> Path:
     """Write a snapshot of a cache as JSON, for people who look for a mistake.
 
     Args:
@@ -260,7 +226,7 @@ def dump_debug(cache: TieredCache, path: str | Path, *, slots: bool = False) -> 
     found = {
         "options": stored_options(cache.config),
         "policy": cache.policy.name,
-        "memory": cache.memory_report(),
+        "memory": memory_report(cache),
         "layers": [
             {
                 "kind": type(layer).__name__,
@@ -277,12 +243,12 @@ def dump_debug(cache: TieredCache, path: str | Path, *, slots: bool = False) -> 
     return path
 
 
-def _snapshot(layer: TieredLayer, slots: bool) -> dict[str, Any]:
+def _snapshot(layer: CompressedLayer, slots: bool) -> dict[str, Any]:
     path = attention_path(layer)
     return {"seen": layer.seen, "prompt": layer.prompt, "path": path, "rows": list(_rows(layer, slots))}
 
 
-def _rows(layer: TieredLayer, slots: bool) -> Iterator[dict[str, Any]]:
+def _rows(layer: CompressedLayer, slots: bool) -> Iterator[dict[str, Any]]:
     """Each row of batch and kv head: how many tokens are in each tier, and which."""
     if (store := layer.store) is None:
         return

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fade_runtime import transformers_api as hf
-from fade_runtime.cache import attach, redecode
-from fade_runtime.cache.accounting import memory_report, predictor_tensors, stored_bytes
+from fade_runtime.cache import accounting, session, telemetry
+from fade_runtime.cache.attach import Hold
+from fade_runtime.cache.parts import CacheParts
 from fade_runtime.cache.shadow import Shadow
-from fade_runtime.config.config import FadeConfig
-from fade_runtime.config.memory_target import MemoryController, target_bytes
-from fade_runtime.guard.guard import Guard
-from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.config import FadeConfig, MemoryController
+from fade_runtime.guard import Guard
+from fade_runtime.layer import TieredLayer
 from fade_runtime.layer.sequences import Shared
-from fade_runtime.policies.base import Policy
-from fade_runtime.policies.registry import POLICIES
-from fade_runtime.policies.text import SeenText, find_tokenizer, table_for
+from fade_runtime.policies import Policy
+from fade_runtime.policies.text import SeenText
+from fade_runtime.storage.pq import CodebookSet
 from predictor.errors import FadeError
-from predictor.rope import find_rotary
-
-if TYPE_CHECKING:
-    from fade_runtime.storage.pq import CodebookSet
 
 
-class TieredCache(Cache):
+class TieredCache(Cache, CacheParts):
     """A drop-in cache for ``generate``: ``model.generate(**inputs, past_key_values=cache)``.
 
     Made by :func:`create_tiered_cache`. Its length is the number of tokens seen; it compresses itself at the end of
@@ -44,37 +41,40 @@ class TieredCache(Cache):
         config: FadeConfig,
         policy: Policy,
         model: nn.Module,
+        hold_model: Callable[[], list[Hold]],
+        holds: list[Hold],
+        *,
         codebook: CodebookSet | None = None,
         text: SeenText | None = None,
         memory: MemoryController | None = None,
         guard: Guard | None = None,
-        holds: Sequence[attach.Hold] = (),
-        wrapper: nn.Module | None = None,
     ) -> None:
+        """See :class:`CacheParts`; ``hold_model`` changes the model for the cache again, as ``holds`` say it is now."""
         super().__init__(layers=layers)
         self.config, self.policy, self.codebook, self.text = config, policy, codebook, text
         self.memory, self.guard = memory, guard
-        self._model, self._wrapper = weakref.ref(model), weakref.ref(model if wrapper is None else wrapper)
-        self._holds = list(holds)  # on what is changed in the model, which goes with the last cache that holds it
+        self._model, self._hold_model = weakref.ref(model), hold_model
+        self._holds = holds  # on what is changed in the model, which goes with the last cache that holds it
         self.shadow = None if config.shadow_every is None else Shadow(config.shadow_every)
         self.shared = self.tiered[0].shared if self.tiered else Shared()
         self._changing = False  # what changes all layers is on its way, or did not end
+        self._bind_guard()
 
-    @property
-    def model(self) -> nn.Module:
-        """The model that this cache was made for.
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
+        """A copy that goes on by itself."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        copied._bind_guard()
+        return copied
 
-        Raises:
-            FadeError: it is gone; a cache does not keep it alive.
-        """
-        model = self._model()
-        if model is None:
-            raise FadeError("this cache's model is gone; keep it while you use the cache")
-        return model
+    def _bind_guard(self) -> None:
+        """Let the guard's report say how large the cache is, without keeping the cache alive."""
+        if self.guard is not None:
+            self.guard.resident = partial(_resident_fraction, weakref.ref(self))
 
     def attach(self) -> None:
         """Change the model for this cache again, after :meth:`detach` or after somebody else changed its attention."""
-        self._holds = _attached(self.model, self.config, self.text is not None, self._wrapper() or self.model)
+        self._holds = self._hold_model()
 
     def detach(self) -> None:
         """Let go of the model: when no other cache holds it either, its attention is what it was before, at once.
@@ -204,10 +204,14 @@ class TieredCache(Cache):
         if self.shadow is not None:
             self.shadow.begin()
 
-    def note_output(self, given: dict[str, Any], output: Any) -> None:
-        """See what came out of the call, whose keyword arguments were ``given``; a call of the model shows it."""
-        if self.shadow is not None:
-            self.shadow.look(self, given, output)
+    def note_output(self, kwargs: dict[str, Any], output: Any) -> None:
+        """See what came out of the call with these keyword arguments; a call of the model shows it."""
+        if self.shadow is None or self.text is None or self.guard is None:
+            return
+        seen = self.get_seq_length()
+        logits = self.shadow.awaited(output, seen, self.tiered[0].prompt)
+        if logits is not None:
+            self.guard.note_shadow(self.shadow.compare(self.model, self.text.upto(seen), kwargs, logits))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch (beam search)."""
@@ -239,47 +243,37 @@ class TieredCache(Cache):
         """
         if self.guard is None:
             raise FadeError("this cache has no guard; create it with FadeConfig(guard='warn') or guard='rollback'")
-        self.guard.cache = weakref.ref(self)
         return self.guard
-
-    @property
-    def tiered(self) -> list[TieredLayer]:
-        """The layers that this cache compresses; the others are transformers' own."""
-        return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
 
     def memory_report(self) -> dict[str, Any]:
         """See :func:`fade_runtime.cache.accounting.memory_report`."""
-        return memory_report(self)
+        return accounting.memory_report(self)
 
     def cache_state_dict(self) -> dict[str, Any]:
         """See :func:`fade_runtime.cache.session.cache_state_dict`."""
-        from fade_runtime.cache import session
-
         return session.cache_state_dict(self)
 
     def load_cache_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :func:`fade_runtime.cache.session.load_cache_state_dict`."""
-        from fade_runtime.cache import session
-
         session.load_cache_state_dict(self, state)
 
     def save_session(self, path: str | Path) -> Path:
         """See :func:`fade_runtime.cache.session.save_session`."""
-        from fade_runtime.cache import session
-
         return session.save_session(self, path)
 
     def load_session(self, path: str | Path) -> None:
         """See :func:`fade_runtime.cache.session.resume_session`."""
-        from fade_runtime.cache import session
-
         session.resume_session(self, path)
 
     def dump_debug(self, path: str | Path, *, slots: bool = False) -> Path:
         """See :func:`fade_runtime.cache.telemetry.dump_debug`."""
-        from fade_runtime.cache import telemetry
-
         return telemetry.dump_debug(self, path, slots=slots)
+
+
+def _resident_fraction(which: Callable[[], TieredCache | None]) -> float | None:
+    """Bytes that a cache holds, as a fraction of those of a full one; None if the cache is gone."""
+    cache = which()
+    return None if cache is None else 1 / cache.memory_report()["compression"]
 
 
 def _taken_back(layer: Any, before: int) -> bool:
@@ -292,106 +286,3 @@ def _taken_back(layer: Any, before: int) -> bool:
     if extra > 0:
         layer.take_back(extra)
     return extra >= 0
-
-
-def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any] | str | None = None) -> TieredCache:
-    """Make a cache for a Hugging Face causal language model and switch the model to the "fade" attention.
-
-    The model is as before when the last of its caches is gone, or has been left by ``with`` or ``cache.detach()``.
-
-    Args:
-        model: the model that will fill it, or a module that wraps one (adapters, `torch.compile`). Calls without this
-            cache go on as before.
-        config: :class:`FadeConfig`, its options in a dict, or "safe", "balanced" or "aggressive"; None: "safe".
-
-    Raises:
-        FadeError: an architecture that cannot be tiered, or a predictor that is missing, damaged or of another model.
-
-    Example:
-        >>> import torch
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> tiny = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16,
-        ...                    vocab_size=8)
-        >>> model = LlamaForCausalLM(tiny).eval()
-        >>> cache = create_tiered_cache(model, FadeConfig(recent_window=8, int4_budget=16))
-        >>> prompt = torch.randint(8, (1, 64))
-        >>> _ = model.generate(prompt, past_key_values=cache, max_new_tokens=4, eos_token_id=None)
-        >>> cache.get_seq_length(), cache.memory_report()["tokens"]
-        (67, {'FP16': 30, 'HIGH': 32, 'LOW': 0, 'PQ': 0, 'EVICTED': 72})
-    """
-    config, wrapper, model = FadeConfig.of(config), model, hf.language_model(model)
-    policy = POLICIES[config.eviction_policy](config)
-    if policy.predictor is not None:
-        policy.predictor.check(model, strict=config.strict)
-        of_cache = [index for index, layer in enumerate(hf.stock_layers(hf.text_config(model))) if hf.can_tier(layer)]
-        policy.check(layers=max(of_cache, default=-1) + 1, kv_heads=hf.geometry(hf.text_config(model))[0])
-    seen = _seen_text(model, config, policy)
-    holds = _attached(model, config, seen is not None, wrapper)
-    text, codebook = hf.text_config(model), _codebook(model, config)
-    rotary, sharers, stock = find_rotary(model), hf.sharers(text), hf.stock_layers(text)
-    tiered = sum(map(hf.can_tier, stock))
-    memory = None if config.memory is None else _controller(model, config, policy, seen, tiered)
-    guard = None if config.guard == "off" else Guard(config, tiered, memory)
-    takers = [index for index, layer in enumerate(stock) if isinstance(layer, CacheLayerMixin)]
-    shared = Shared(max(takers))
-    layers = [
-        TieredLayer(
-            config,
-            policy,
-            text,
-            rotary,
-            index,
-            codebook=None if codebook is None else codebook.layers[index],
-            sharers=sharers[index],
-            text=seen,
-            memory=memory,
-            watch=None if guard is None else guard.watch(index),
-            shared=shared,
-        )
-        if hf.can_tier(layer)
-        else layer
-        for index, layer in enumerate(stock)
-    ]
-    return TieredCache(layers, config, policy, model, codebook, seen, memory, guard, holds, wrapper)
-
-
-def _attached(model: nn.Module, config: FadeConfig, listens: bool, wrapper: nn.Module) -> list[attach.Hold]:
-    """Holds on all that a cache needs of its model, and of what wraps it; that may be the model itself."""
-    holds = attach.attach(model)
-    if config.on_rollback == "redecode":
-        holds.append(redecode.attach(model, all(map(hf.can_tier, hf.stock_layers(hf.text_config(model))))))
-    if listens:
-        holds += [attach.listen(module) for module in {id(each): each for each in (model, wrapper)}.values()]
-    return holds
-
-
-def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText | None:
-    if not policy.reads_text and config.assistant is None and config.shadow_every is None:
-        return None
-    table = table_for(model, find_tokenizer(model, config.tokenizer)) if policy.reads_text else None
-    if config.assistant is None:
-        return SeenText(table)
-    from fade_runtime.cache.assistant import find_assistant
-
-    asked = config.assistant, config.assist_weight, config.assist_tail, config.tokenizer
-    return SeenText(table, find_assistant(model, *asked))
-
-
-def _controller(
-    model: nn.Module, config: FadeConfig, policy: Policy, text: SeenText | None, layers: int
-) -> MemoryController:
-    assert config.memory is not None
-    predictor = [] if policy.predictor is None else predictor_tensors(policy.predictor)
-    extra = stored_bytes(*predictor, *(text.tensors() if text is not None else []))
-    target = target_bytes(config.memory, next(model.parameters()).device)
-    return MemoryController(target, layers, extra, config.n_sink + config.recent_window, config.reassign_every)
-
-
-def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:
-    if config.codebook is None:
-        return None
-    from fade_runtime.storage.pq import CodebookSet, load_codebook
-
-    codebook = config.codebook if isinstance(config.codebook, CodebookSet) else load_codebook(config.codebook)
-    codebook.check(model, strict=config.strict)
-    return codebook.to(next(model.parameters()).device)

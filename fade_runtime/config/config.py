@@ -14,7 +14,6 @@ from fade_runtime.config.budget_options import BudgetOptions
 from fade_runtime.config.guard_options import GuardOptions
 from fade_runtime.config.score_options import ScoreOptions
 from fade_runtime.config.storage_options import StorageOptions
-from fade_runtime.config.validation import is_whole
 from predictor.bundle import Predictor
 from predictor.certificate import SHARE, choose_rung
 from predictor.errors import FadeError
@@ -60,8 +59,8 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
     def _check_together(self) -> None:
         """Refuse options of different groups that contradict each other."""
         self._check_tiers()
-        if is_whole(self.int4_budget) and is_whole(self.low_budget):
-            total = self.int4_budget + self.low_budget  # type: ignore[operator]
+        if isinstance(self.int4_budget, int) and isinstance(self.low_budget, int):
+            total = self.int4_budget + self.low_budget
             if 0 < total < self.n_sink:
                 raise FadeError(
                     f"a budget of {total} tokens is smaller than n_sink {self.n_sink}; raise it, or lower n_sink"

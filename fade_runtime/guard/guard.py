@@ -11,57 +11,26 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fade_runtime.cache.shadow import ShadowEvent
-from fade_runtime.config.config import FadeConfig
-from fade_runtime.config.memory_target import LEAST, STEPS, MemoryController
+from fade_runtime.config import FadeConfig, MemoryController
+from fade_runtime.config.memory_target import LEAST, STEPS
+from fade_runtime.events import GuardEvent, ShadowEvent
 from fade_runtime.guard.prefetch import fetch
-from fade_runtime.guard.probe import QUERIES, Look, measure, true_attention, worst
-from fade_runtime.layer.attention import AttentionCall
+from fade_runtime.guard.probe import QUERIES, Probe, measure, true_attention, worst
+from fade_runtime.layer import AttentionCall, BodyTokens, CompressedLayer
 from fade_runtime.storage.spill import Spill
 from fade_runtime.storage.tiers import Tier
 
-if TYPE_CHECKING:
-    from fade_runtime.cache.tiered_cache import TieredCache
-    from fade_runtime.layer.layer import TieredLayer
-
 GAIN = 0.5  # weight of one query's divergence in the running average
-CALM = 4  # looks below the target after which a raised head goes back to its budget
+CALM_PROBES = 4  # probes below the target after which a raised head goes back to its budget
 TOGETHER = 4  # queries of a later call whose attention is averaged
 LAYER, CACHE = 0.5, 0.2  # shares of raised heads from which the layer, and the cache, are raised
-
-
-@dataclass(frozen=True)
-class GuardEvent:
-    """One look of the guard at one layer.
-
-    Attributes:
-        time: when it ended, seconds since 1970. layer: its index. seen: logical tokens so far.
-        action: "look", "raise" (heads were raised) or "lower" (heads are back at their budgets).
-        kl: running average of KL(true attention || forecast) of the layer's worst head, nats; kl_mean: of all heads.
-        recovery: share of true attention on kept tokens, of the worst head.
-        recall: share of the 64 most attended tokens that are kept, of the worst head.
-        raised: heads that keep everything. restored: tokens that came back.
-        ms: milliseconds that it took.
-    """
-
-    time: float
-    layer: int
-    seen: int
-    action: str
-    kl: float
-    kl_mean: float
-    recovery: float
-    recall: float
-    raised: int
-    restored: int
-    ms: float
 
 
 class Guard:
@@ -75,18 +44,18 @@ class Guard:
         spill: where evicted tokens are, or None.
         rollbacks: times that heads, a layer or everything was raised. restored: tokens that came back.
         fetched: tokens that came back because they were expected to be needed (``prefetch``).
-        looks: at layers. ms: milliseconds that they took.
+        probes: of true attention, at layers. ms: milliseconds that they took.
         redecode_from: tokens that are beyond doubt, once a rollback has been; None: nothing is to be decoded again.
         shadowed: the last comparison with full precision (``shadow_every``), or None.
-        observer: is told of each look, or None.
-        cache: gives the cache that was last asked for its monitor.
+        observer: is told of each probe, or None.
+        resident: gives the bytes that the cache holds, as a fraction of those of a full one; None: nobody knows.
     """
 
     def __init__(self, config: FadeConfig, layers: int, memory: MemoryController | None = None) -> None:
         self.config, self.layers, self.memory = config, layers, memory
         self.spill = None if config.spill == "none" else Spill(config.spill, config.spill_dir, config.spill_limit)
         self.watches: list[Watch] = []
-        self.cache: Callable[[], TieredCache | None] | None = None
+        self.resident: Callable[[], float | None] = lambda: None
         self.observer: Callable[[GuardEvent | ShadowEvent], None] | None = None
         self.redecodes = False  # whether somebody acts on what is in doubt
         self.reset()
@@ -102,24 +71,25 @@ class Guard:
         """Forget what was seen and done; the watches are reset by their layers."""
         self._bounded = 0  # tokens seen when the compression was last bounded
         self.shadowed: ShadowEvent | None = None
-        self.rollbacks = self.restored = self.fetched = self.looks = 0
+        self.rollbacks = self.restored = self.fetched = self.probes = 0
         self.ms = 0.0
-        self._told = False
+        self._warned = False
         self.redecode_from: int | None = None
 
-    STORED: ClassVar = (
-        "_bounded", "rollbacks", "restored", "fetched", "looks", "ms", "_told", "redecode_from",
-    )  # fmt: skip
+    # attribute -> its name in sessions
+    STORED: ClassVar = {
+        name: name for name in ("_bounded", "rollbacks", "restored", "fetched", "ms", "redecode_from")
+    } | {"probes": "looks", "_warned": "_told"}
 
     def facts(self) -> dict[str, Any]:
         """What a session stores of it."""
         shadowed = None if self.shadowed is None else asdict(self.shadowed)
-        return {**{name: getattr(self, name) for name in self.STORED}, "shadowed": shadowed}
+        return {**{stored: getattr(self, name) for name, stored in self.STORED.items()}, "shadowed": shadowed}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Go on from :meth:`facts`."""
-        for name in self.STORED:
-            setattr(self, name, facts[name])
+        for name, stored in self.STORED.items():
+            setattr(self, name, facts[stored])
         self.shadowed = None if facts["shadowed"] is None else ShadowEvent(**facts["shadowed"])
 
     def watch(self, index: int) -> Watch:
@@ -142,7 +112,7 @@ class Guard:
         self._bounded = seen
         self.memory.limit(max((step for step in STEPS if step < self.memory.compression), default=LEAST))
 
-    def calm(self) -> None:
+    def unbound(self) -> None:
         """When no head is raised any more, allow all compression again."""
         if self.memory is not None and not any(head for watch in self.watches for head in watch.raised):
             self.memory.limit(None)
@@ -162,9 +132,9 @@ class Guard:
 
     def warn(self, layer: int, seen: int, kl: float) -> None:
         """Say once that predictions fail."""
-        if self._told:
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         done = "evicted tokens come back" if self.spill is not None else "nothing more is evicted there"
         warnings.warn(
             f"after {seen:,} tokens layer {layer} looks at evicted tokens more than was forecast (KL {kl:.2f}, alarm "
@@ -173,14 +143,20 @@ class Guard:
             stacklevel=2,
         )
 
+    def note_shadow(self, event: ShadowEvent) -> None:
+        """Take in a comparison with full precision, and tell of it."""
+        self.shadowed = event
+        if self.observer is not None:
+            self.observer(event)
+
     def report(self) -> dict[str, Any]:
         """State, divergence by layer and head, and what was done.
 
         Returns:
             state: "compressed", "raised" (some heads keep everything) or "full"; kl: of the worst head now, NaN before
-            the first look; kl_by_layer: [L][H] running averages; recovery, recall: least of the last looks; raised:
+            the first probe; kl_by_layer: [L][H] running averages; recovery, recall: least of the last probes; raised:
             heads that keep everything, of ``heads``; resident: bytes held, as a share of those of a full cache;
-            rollbacks, restored, fetched, looks, ms: counted; shadow: the last comparison of next tokens, if any;
+            rollbacks, restored, fetched, probes, ms: counted; shadow: the last comparison of next tokens, if any;
             spilled: tokens and bytes in the spill store; tokens that its limit dropped; tokens that it lost, and why
             (why_lost), because what was read was not what was written; why it takes no more (broken), or None.
         """
@@ -195,10 +171,10 @@ class Guard:
             "raised": sum(raised),
             "heads": len(raised),
         }
-        found |= {name: getattr(self, name) for name in ("rollbacks", "restored", "fetched", "looks", "ms")}
-        cache = None if self.cache is None else self.cache()
-        if cache is not None:
-            found["resident"] = 1 / cache.memory_report()["compression"]
+        found |= {name: getattr(self, name) for name in ("rollbacks", "restored", "fetched", "probes", "ms")}
+        resident = self.resident()
+        if resident is not None:
+            found["resident"] = resident
         if self.shadowed is not None:
             found["shadow"] = {name: getattr(self.shadowed, name) for name in ("seen", "kl", "top1")}
         if self.spill is not None:
@@ -210,14 +186,18 @@ class Watch:
     """The guard's eye on one layer.
 
     Attributes:
-        kl: [H] running average of the divergence of each kv head; empty before the first look.
-        raised: [H] whether a head keeps everything. calm: [H] looks since it was last above the target.
-        recovery, recall: least of the last look.
+        kl: [H] running average of the divergence of each kv head; empty before the first probe.
+        raised: [H] whether a head keeps everything. calm_for: [H] probes since it was last above the target.
+        recovery, recall: least of the last probe.
         good: tokens seen when the layer last had no head above the alarm.
         behind: the cache was raised and this layer has not followed yet.
     """
 
-    STORED: ClassVar = ("kl", "raised", "calm", "recovery", "recall", "good", "behind", "_looked")
+    # attribute -> its name in sessions
+    STORED: ClassVar = {name: name for name in ("kl", "raised", "recovery", "recall", "good", "behind")} | {
+        "calm_for": "calm",
+        "_probed": "_looked",
+    }
 
     def __init__(self, guard: Guard, index: int) -> None:
         self.guard, self.index = guard, index
@@ -227,68 +207,75 @@ class Watch:
         """Forget what was seen."""
         self.kl: list[float] = []
         self.raised: list[bool] = []
-        self.calm: list[int] = []
+        self.calm_for: list[int] = []
         self.recovery = self.recall = 1.0
         self.good = 0
         self.behind = False
-        self.asked: AttentionCall | None = None
-        self._looked = 0
+        self.call: AttentionCall | None = None  # the newest queries of the running call
+        self._probed = 0  # columns at the last probe
         self._reviewing = False  # a plan is being made: what is raised comes back after it was carried out
 
-    def begin(self, layer: TieredLayer, asked: AttentionCall) -> None:
+    @property
+    def settled(self) -> int:
+        """Columns up to which every layer of the cache has been found in order."""
+        return min(watch.good for watch in self.guard.watches)
+
+    def begin(self, layer: CompressedLayer, call: AttentionCall) -> None:
         """Follow the cache to the level "full", and remember the newest queries until the end of the call."""
-        self.asked = asked.newest(min(QUERIES, layer.config.recent_window))
+        self.call = call.newest(min(QUERIES, layer.config.recent_window))
         if not self.raised:
             self.kl = []
-            self.raised, self.calm = [False] * layer.tokens.heads, [0] * layer.tokens.heads
+            self.raised, self.calm_for = [False] * layer.tokens.heads, [0] * layer.tokens.heads
         if self.behind:
             self._raise(layer, range(len(self.raised)))
 
-    def end(self, layer: TieredLayer, new: int) -> None:
-        """Look, if it is time: in turn with the other layers while decoding, and in each call of several tokens."""
+    def end(self, layer: CompressedLayer, new: int) -> None:
+        """Probe, if it is time: in turn with the other layers while decoding, and in each call of several tokens."""
         if self._reviewing:
             self._reviewing = False
             self._restore(layer)
         every = self.guard.config.monitor_every
         turn = (layer.seen + self.index * every // max(self.guard.layers, 1)) % every == 0
-        fresh = self._looked != layer.seen and self.asked is not None and layer.tokens.compressed
+        fresh = self._probed != layer.seen and self.call is not None and layer.tokens.compressed
         if fresh and (new > 1 or turn) and (self.guard.spill is not None or any(self.raised)):
-            self._look(layer, layer.seen)
-        self.asked = None
+            self._probe(layer)
+        self.call = None
 
-    def review(
-        self, layer: TieredLayer, new: int, upto: int, rows: Tensor, slots: Tensor, now: Tensor, tiers: Tensor
-    ) -> Tensor:
-        """Look at a plan before it is carried out; what raised heads evict stays in the tier where it is now.
+    def review(self, layer: CompressedLayer, new: int, tokens: BodyTokens, tiers: Tensor) -> Tensor:
+        """Probe a plan before it is carried out; what raised heads evict stays in the tier where it is now.
 
         Args:
-            new: tokens of the call. upto: tokens that count as seen. rows, slots, now, tiers: [T] as in a plan.
+            new: columns of the call. tokens: T of the body. tiers: [T] int64, where the plan wants them.
+
+        Returns:
+            [T] int64.
         """
-        if self.asked is not None and (new > 1 or self.guard.spill is None):
+        if self.call is not None and (new > 1 or self.guard.spill is None):
             self._reviewing = True
-            self._look(layer, upto, (rows, slots, tiers))
+            self._probe(layer, (tokens, tiers))
         if any(self.raised):
-            keeps = torch.tensor(self.raised, device=rows.device)[rows % len(self.raised)]
-            return torch.where(keeps & (tiers == Tier.EVICTED), now, tiers)
+            keeps = torch.tensor(self.raised, device=tiers.device)[tokens.rows % len(self.raised)]
+            return torch.where(keeps & (tiers == Tier.EVICTED), tokens.tiers, tiers)
         return tiers
 
-    def _look(self, layer: TieredLayer, upto: int, plan: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+    def _probe(self, layer: CompressedLayer, plan: tuple[BodyTokens, Tensor] | None = None) -> None:
+        """Measure true attention over what is spilled, or over what a plan would evict, and act on it."""
         started = time.perf_counter()
-        assert self.asked is not None
+        assert self.call is not None
         together = QUERIES if plan is not None else TOGETHER  # a question's few words, but a prompt's end as a whole
-        attentions, scores, gone = true_attention(layer, self.asked, together)
+        attentions, scores, gone = true_attention(layer, self.call, together)
         if plan is None and any(self.raised):
             plan = layer.virtual_plan()
         if plan is not None:
-            rows, slots, tiers = plan
-            gone[rows, slots] = tiers == Tier.EVICTED
-        look = worst([measure(attention, gone, scores, layer.tokens.heads) for attention in attentions])
-        restored, action = self._follow(layer, look, self.asked.query.shape[2])
+            tokens, tiers = plan
+            gone[tokens.rows, tokens.slots] = tiers == Tier.EVICTED
+        probe = worst([measure(attention, gone, scores, layer.tokens.heads) for attention in attentions])
+        restored, action = self.follow(layer, probe, self.call.query.shape[2])
         if self.guard.config.prefetch and plan is None and action == "look":
             self.guard.fetched += fetch(layer, attentions, gone)
         guard, ms = self.guard, 1e3 * (time.perf_counter() - started)
-        self._looked = layer.seen
-        guard.looks += 1
+        self._probed = layer.seen
+        guard.probes += 1
         guard.ms += ms
         if guard.observer is not None:
             kl, mean = max(self.kl), sum(self.kl) / len(self.kl)
@@ -299,13 +286,17 @@ class Watch:
                 )
             )
 
-    def _follow(self, layer: TieredLayer, look: Look, queries: int) -> tuple[int, str]:
-        """Take in a look, and act: tokens restored, and what was done."""
+    def follow(self, layer: CompressedLayer, probe: Probe, queries: int) -> tuple[int, str]:
+        """Take in a probe of the newest ``queries``, and act on it.
+
+        Returns:
+            tokens restored; what was done: "look" (nothing), "raise" or "lower".
+        """
         config, keep = self.guard.config, (1 - GAIN) ** queries
         before = self.kl or [0.0] * len(self.raised)
-        self.kl = [keep * old + (1 - keep) * new for old, new in zip(before, look.kl.tolist())]
-        self.recovery, self.recall = float(look.recovery.min()), float(look.recall.min())
-        self.calm = [count + 1 if kl < config.kl_target else 0 for count, kl in zip(self.calm, self.kl)]
+        self.kl = [keep * old + (1 - keep) * new for old, new in zip(before, probe.kl.tolist())]
+        self.recovery, self.recall = float(probe.recovery.min()), float(probe.recall.min())
+        self.calm_for = [count + 1 if kl < config.kl_target else 0 for count, kl in zip(self.calm_for, self.kl)]
         alarmed = [head for head, kl in enumerate(self.kl) if kl > config.kl_alarm and not self.raised[head]]
         if not any(kl > config.kl_alarm for kl in self.kl):
             self.good = layer.seen
@@ -324,34 +315,34 @@ class Watch:
             if self.behind:
                 restored += self._raise(layer, range(len(self.raised)))
             return restored, "raise"
-        calmed = [head for head, raised in enumerate(self.raised) if raised and self.calm[head] >= CALM]
+        calmed = [head for head, raised in enumerate(self.raised) if raised and self.calm_for[head] >= CALM_PROBES]
         for head in calmed:
             self.raised[head] = False
         if calmed:
-            self.guard.calm()
+            self.guard.unbound()
         return 0, "lower" if calmed else "look"
 
     def facts(self) -> dict[str, Any]:
         """What a session stores of it."""
-        return {name: getattr(self, name) for name in self.STORED}
+        return {stored: getattr(self, name) for name, stored in self.STORED.items()}
 
-    def restored(self, facts: dict[str, Any]) -> Watch:
+    def from_facts(self, facts: Mapping[str, Any]) -> Watch:
         """A watch that goes on from :meth:`facts`."""
         other = copy.copy(self)
         other.reset()
-        for name in self.STORED:
-            setattr(other, name, facts.get(name, getattr(other, name)))
+        for name, stored in self.STORED.items():
+            setattr(other, name, facts.get(stored, getattr(other, name)))
         return other
 
-    def _raise(self, layer: TieredLayer, heads: Any) -> int:
+    def _raise(self, layer: CompressedLayer, heads: Iterable[int]) -> int:
         """Bring back what heads evicted; they keep everything from now on."""
         self.behind = False
         for head in heads:
             if not self.raised[head]:
-                self.raised[head], self.calm[head] = True, 0
+                self.raised[head], self.calm_for[head] = True, 0
         return 0 if self._reviewing else self._restore(layer)
 
-    def _restore(self, layer: TieredLayer) -> int:
+    def _restore(self, layer: CompressedLayer) -> int:
         """Bring back what raised heads have evicted."""
         store = layer.tokens
         if not any(self.raised):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fade_runtime.guard.probe import BLOCK, pooled
-
-if TYPE_CHECKING:
-    from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.layer import CompressedLayer
 
 
 def needed(attention: Tensor, gone: Tensor, kept: Tensor, most: int, block: int = BLOCK) -> Tensor:
@@ -46,10 +44,10 @@ def needed(attention: Tensor, gone: Tensor, kept: Tensor, most: int, block: int 
     return wanted.repeat_interleave(block, 1)[:, : attention.shape[1]] & gone
 
 
-def fetch(layer: TieredLayer, attentions: Sequence[Tensor], gone: Tensor) -> int:
-    """Bring back what a look at a layer says will be needed, with the attention that it received as its statistic.
+def fetch(layer: CompressedLayer, attentions: Sequence[Tensor], gone: Tensor) -> int:
+    """Bring back what a probe of a layer says will be needed, with the attention that it received as its statistic.
 
-    It is back when the look ends, however slow the disk is: what a text becomes never depends on time.
+    It is back when the probe ends, however slow the disk is: what a text becomes never depends on time.
 
     Args:
         attentions: [R, S] each. gone: [R, S] bool, spilled tokens.
@@ -71,7 +69,7 @@ def fetch(layer: TieredLayer, attentions: Sequence[Tensor], gone: Tensor) -> int
     return store.take_in([_scored(layer, body, attention) for body in bodies])
 
 
-def _scored(layer: TieredLayer, body: Any, attention: Tensor) -> Any:
+def _scored(layer: CompressedLayer, body: Any, attention: Tensor) -> Any:
     if body.state is None or not len(body):
         return body
     slots = body.slots()

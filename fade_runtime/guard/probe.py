@@ -7,18 +7,15 @@ forecast of attention. The monitor looks at true attention, over evicted tokens 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fade_runtime.layer.attention import AttentionCall, tiered_attention
-from fade_runtime.layer.store import TokenStore
-
-if TYPE_CHECKING:
-    from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.layer import AttentionCall, CompressedLayer, TokenStore
+from fade_runtime.layer.attention import tiered_attention
+from fade_runtime.layer.tiered import RowCall, rows_alone
 
 BLOCK = 16  # tokens pooled together
 FLOOR = 0.01  # share of attention that evicted tokens may receive under any forecast
@@ -27,8 +24,8 @@ QUERIES = 32  # newest queries of a call that are looked at
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look at a layer found, for each kv head, of the worst sequence of the batch.
+class Probe:
+    """What one probe of a layer found, for each kv head, of the worst sequence of the batch.
 
     Attributes:
         kl: [H] KL(true attention over blocks || forecast), nats.
@@ -87,7 +84,7 @@ def pooled(x: Tensor, block: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
 
 
-def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, top: int = TOP) -> Look:
+def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, top: int = TOP) -> Probe:
     """Measure what eviction changes.
 
     Args:
@@ -97,8 +94,8 @@ def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, 
 
     Example:
         >>> attention = torch.tensor([[.5, .25, .25, 0.]])
-        >>> look = measure(attention, attention == .25, None, heads=1, top=2)
-        >>> look.recovery.item(), look.recall.item(), round(look.kl.item(), 1)
+        >>> probe = measure(attention, attention == .25, None, heads=1, top=2)
+        >>> probe.recovery.item(), probe.recall.item(), round(probe.kl.item(), 1)
         (0.5, 0.5, 1.6)
     """
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
@@ -106,22 +103,25 @@ def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, 
     best = attention.topk(min(top, attention.shape[-1])).indices
     recall = (~gone.gather(-1, best)).float().mean(-1)
     recovery = 1 - (attention * gone).sum(-1)
-    return Look(kl.view(-1, heads).amax(0), recovery.view(-1, heads).amin(0), recall.view(-1, heads).amin(0))
+    return Probe(kl.view(-1, heads).amax(0), recovery.view(-1, heads).amin(0), recall.view(-1, heads).amin(0))
 
 
-def worst(looks: Sequence[Look]) -> Look:
+def worst(probes: Sequence[Probe]) -> Probe:
     """The largest divergence and the least recovery and recall of each kv head."""
-    return Look(
-        torch.stack([look.kl for look in looks]).amax(0),
-        torch.stack([look.recovery for look in looks]).amin(0),
-        torch.stack([look.recall for look in looks]).amin(0),
+    return Probe(
+        torch.stack([probe.kl for probe in probes]).amax(0),
+        torch.stack([probe.recovery for probe in probes]).amin(0),
+        torch.stack([probe.recall for probe in probes]).amin(0),
     )
 
 
 def true_attention(
-    layer: TieredLayer, call: AttentionCall, together: int = QUERIES
+    layer: CompressedLayer, call: AttentionCall, together: int = QUERIES
 ) -> tuple[list[Tensor], Tensor | None, Tensor]:
     """Attention of a layer's newest queries over all its tokens, the spilled ones included.
+
+    Args:
+        layer: holds the tokens. call: the queries [B, Hq, Q, D]. together: queries whose attention is averaged.
 
     Returns:
         for each ``together`` queries, [R, n] share of attention that each slot received, the mean of those queries
@@ -131,27 +131,22 @@ def true_attention(
     store = layer.tokens.whole()
     steps, rows, width = call.query.shape[2], store.batch * store.heads, max(store.sequences.counts)
     scores, *attentions = torch.zeros(1 + -(-steps // together), rows, width, device=call.query.device)
-    for first, view, asked in _views(store, call):
-        query, full, parts = layer.positions.read(view, asked.query)
-        mask = None if asked.mask is None else view.sequences.by_slot(asked.mask)
-        start = view.sequences.first_of(query.shape[2])
+    everything = torch.ones(steps, dtype=torch.bool, device=call.query.device)
+    padded = store.sequences.padded
+    for alone in rows_alone(store, call) if padded else [RowCall(0, store, call, everything)]:
+        view, first_row = alone.store, alone.row * store.heads
+        query, full, parts = layer.positions.read(view, alone.call.query)
+        mask = None if alone.call.mask is None else view.sequences.by_slot(alone.call.mask)
+        start, over_slots = view.sequences.first_of(query.shape[2]), alone.call._replace(query=query, mask=mask)
         for attention, at in zip(attentions, range(0, query.shape[2], together)):
-            some = slice(at, at + together)
-            _, to_full, to_parts = tiered_attention(
-                query[:, :, some],
-                full,
-                parts,
-                scaling=asked.scaling,
-                first=start + at,
-                mask=None if mask is None else mask[:, :, some],
-                weights=_even(query[:, :, some].shape[2], query.device),
-                softcap=asked.softcap,
-            )
+            some = over_slots.queries(slice(at, at + together))
+            weights = _even(some.query.shape[2], query.device)
+            _, to_full, to_parts = tiered_attention(some, full, parts, first=start + at, weights=weights)
             assert to_full is not None
             real, row, slot = _full_tokens(view)
-            attention[first + row, slot] = to_full.flatten(0, 1)[real]
+            attention[first_row + row, slot] = to_full.flatten(0, 1)[real]
             for tokens, received in zip((tokens for tokens in view.body() if len(tokens)), to_parts):
-                attention[first + tokens.token_row(), tokens.slots()] = received
+                attention[first_row + tokens.token_row(), tokens.slots()] = received
     gone = torch.zeros_like(scores, dtype=torch.bool)
     for tokens in store.back:
         gone[tokens.token_row(), tokens.slots()] = True
@@ -165,23 +160,6 @@ def true_attention(
         if state is not None:
             scores[rows_of, slots] = layer.scores(state, rows_of, slots)
     return attentions, scores, gone
-
-
-def _views(store: TokenStore, call: AttentionCall) -> Iterator[tuple[int, TokenStore, AttentionCall]]:
-    """All rows together, or where the call had padding, one by one with the queries that are tokens.
-
-    Yields:
-        the first row (batch x kv head), the store or its view of a row, what was asked there.
-    """
-    sequences, steps = store.sequences, call.query.shape[2]
-    if not sequences.padded:
-        yield 0, store, call
-        return
-    assert sequences.real is not None
-    for row in range(store.batch):
-        asks = sequences.real[row, sequences.seen - steps :]
-        if bool(asks.any()):
-            yield row * store.heads, store.row(row), call.of_row(row, asks, sequences.real[row])
 
 
 def _full_tokens(store: TokenStore) -> tuple[Tensor, Tensor, Tensor]:

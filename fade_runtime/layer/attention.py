@@ -14,7 +14,6 @@ from torch import Tensor
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.dispatch import pick_kernel
 from fade_runtime.kernels.reference import Part
-from fade_runtime.layer import gradients
 
 SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
 
@@ -45,12 +44,13 @@ class FullTokens:
 
 
 class AttentionCall(NamedTuple):
-    """What a layer's attention was asked for.
+    """The queries of one call of a layer's attention.
 
     Attributes:
-        query: [B, Hq, Q, D] of the newest columns. mask: [B or 1, 1 or Hq, Q, S] over columns, bool (True = visible) or
-        additive; None where it hides nothing but what is later and what is padding. scaling: factor on the scores.
-        softcap: of the scores, or None.
+        query: [B, Hq, Q, D] of the newest columns.
+        mask: [B or 1, 1 or Hq, Q, S] over columns, bool (True = visible) or additive; None where it hides nothing but
+            what is later and what is padding.
+        scaling: factor on the scores. softcap: of the scores, or None.
     """
 
     query: Tensor
@@ -58,10 +58,14 @@ class AttentionCall(NamedTuple):
     scaling: float
     softcap: float | None = None
 
+    def queries(self, some: slice) -> AttentionCall:
+        """The same of some queries, over the same columns."""
+        mask = None if self.mask is None else self.mask[:, :, some]
+        return self._replace(query=self.query[:, :, some], mask=mask)
+
     def newest(self, most: int) -> AttentionCall:
         """The same of the last ``most`` queries."""
-        mask = None if self.mask is None else self.mask[:, :, -most:]
-        return self._replace(query=self.query[:, :, -most:], mask=mask)
+        return self.queries(slice(-most, None))
 
     def without(self, count: int) -> AttentionCall:
         """The same as if the last ``count`` columns had not come."""
@@ -103,46 +107,40 @@ class AttentionCall(NamedTuple):
 
 
 def tiered_attention(
-    query: Tensor,
+    call: AttentionCall,
     full: FullTokens,
     parts: Sequence[Part],
     *,
-    scaling: float,
     first: int | Tensor,
-    mask: Tensor | None = None,
     weights: Tensor | None = None,
-    softcap: float | None = None,
     into: Sequence[Tensor] = (),
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Attend to full-precision and stored tokens at once.
 
     Args:
-        query: [B, Hq, Q, D]; query i is at slot ``first + i`` of its row.
+        call: queries [B, Hq, Q, D], of which query i is at slot ``first + i`` of its row; its mask is over slots here.
         full: full-precision tokens. parts: the other tiers; their rows are batch x kv head, their biases are set here.
-        scaling: factor on the scores.
         first: slot of the first query, in all rows or [B].
-        mask: [B or 1, 1 or Hq, Q, S] over slots: bool (True = visible) or additive; None = causal.
         weights: [Q] weight of each query in the statistics, or None for no statistics.
-        softcap: of the scores, or None.
         into: older statistics of the full tokens [B, H, n] and of each part [T], contiguous; they are multiplied by
             ``decay``, the new ones are added to them, and they are what is returned.
+        decay: of the older statistics.
 
     Returns:
         output [B, Hq, Q, D]; weighted attention that each full token [B, H, n] and each token of each part [T]
         received, averaged over the query group, or None and an empty list.
     """
-    steps, columns = query.shape[2], len(full) + sum(len(part.tokens) for part in parts)
-    chunk = max(2, SCORES_AT_ONCE // max(query.shape[0] * query.shape[1] * columns, 1))  # 1: only the newest is alone
+    batch, query_heads, steps, _ = call.query.shape
+    columns = len(full) + sum(len(part.tokens) for part in parts)
+    chunk = max(2, SCORES_AT_ONCE // max(batch * query_heads * columns, 1))  # 1: only the newest is alone
     if steps <= chunk:
-        return _at_once(query, full, parts, scaling, first, mask, weights, softcap, into, decay)
+        return _at_once(call, full, parts, first, weights, into, decay)
     results = []
     for at in range(0, steps, chunk):
-        piece = slice(at, at + chunk)
-        seen, share = None if mask is None else mask[:, :, piece], None if weights is None else weights[piece]
-        fading = decay if at == 0 else 1.0
-        given = scaling, first + at, seen, share, softcap, into, fading
-        results.append(_at_once(query[:, :, piece], full, parts, *given))
+        some = slice(at, at + chunk)
+        share = None if weights is None else weights[some]
+        results.append(_at_once(call.queries(some), full, parts, first + at, share, into, 1.0 if at else decay))
     outs, fulls, bodies = zip(*results)
     if weights is None or into:
         return torch.cat(outs, dim=2), fulls[-1], bodies[-1]
@@ -151,34 +149,36 @@ def tiered_attention(
 
 
 def _at_once(
-    query: Tensor,
+    call: AttentionCall,
     full: FullTokens,
     parts: Sequence[Part],
-    scaling: float,
     first: int | Tensor,
-    mask: Tensor | None,
     weights: Tensor | None,
-    softcap: float | None,
     into: Sequence[Tensor],
     decay: float,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """All queries of ``tiered_attention`` in one call of the kernel."""
-    batch, query_heads, steps, dim = query.shape
+    batch, query_heads, steps, dim = call.query.shape
     heads = full.key.shape[1]
     groups, rows = query_heads // heads, batch * heads
-    seen = None if mask is None else mask.expand(batch, -1, -1, -1)
-    bias = _full_bias(seen, full, first, steps, heads)
+    mask = None if call.mask is None else call.mask.expand(batch, -1, -1, -1)
+    bias = _full_bias(mask, full, first, steps, heads)
     if bias is not None:
         bias = bias.expand(batch, heads, groups, steps, -1).reshape(rows, groups * steps, -1)
-    biased = parts if seen is None else [_with_bias(part, seen, heads, groups) for part in parts]
+    biased = parts if mask is None else [_with_bias(part, mask, heads, groups) for part in parts]
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
     share = None if weights is None else _shares(weights, groups)
-    grouped = (query * scaling).reshape(rows, groups * steps, dim)
-    held = [state.view(rows, -1) if state.ndim > 1 else state for state in into]
-    kernel = reference.attend if gradients.needed(grouped, key, value) else pick_kernel(query.device)
-    out, mass, masses = kernel(grouped, key, value, biased, share, bias, softcap, held, decay)
+    grouped = (call.query * call.scaling).reshape(rows, groups * steps, dim)  # [R, G x Q, D]
+    older = [stats.view(rows, -1) if stats.ndim > 1 else stats for stats in into]
+    kernel = reference.attend if wants_gradients(grouped, key, value) else pick_kernel(call.query.device)
+    out, mass, masses = kernel(grouped, key, value, biased, share, bias, call.softcap, older, decay)
     out = out.view(batch, query_heads, steps, -1)
     return out, None if mass is None else mass.view(batch, heads, -1), masses
+
+
+def wants_gradients(*tensors: Tensor) -> bool:
+    """Whether autograd is to see what is computed from these."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @functools.lru_cache(maxsize=8)

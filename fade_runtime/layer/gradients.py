@@ -6,80 +6,74 @@ What is stored carries no gradients: keys and values of an earlier call could no
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fade_runtime.layer.held import HeldCalls
-from fade_runtime.layer.sequences import Shared
-from fade_runtime.policies.base import Policy
+from fade_runtime.layer.attention import AttentionCall, wants_gradients
+from fade_runtime.layer.store import TokenStore
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from fade_runtime.layer.layer import TieredLayer
-
 
 TRACKED = "tracked"  # attribute of a store: tokens seen before the first call whose gradients were wanted
 
 
-def needed(*tensors: Tensor) -> bool:
-    """Whether autograd is to see what is computed from these."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+class Differentiable(Protocol):
+    """A layer whose attention autograd can look through."""
+
+    @property
+    def seen(self) -> int:
+        """Columns, padding included."""
+
+    @property
+    def tokens(self) -> TokenStore:
+        """What it holds."""
+
+    def attend(
+        self, module: nn.Module, call: AttentionCall, position_ids: Tensor | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """Attention [B, Q, Hq, D] of the queries of the running call."""
+
+    def reader(self, key: Tensor, value: Tensor) -> Differentiable:
+        """A copy that answers the running call with other newest keys and values [B, H, Q, D], and keeps nothing."""
 
 
 def attend(
-    layer: TieredLayer,
+    layer: Differentiable,
     module: nn.Module,
-    query: Tensor,
+    call: AttentionCall,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
+    position_ids: Tensor | None = None,
     dropout: float = 0.0,
-    **more: Any,
 ) -> Tensor:
-    """:meth:`TieredLayer.attend` [B, Q, Hq, D], of which autograd knows, with dropout of the probabilities.
+    """``layer.attend`` [B, Q, Hq, D], of which autograd knows, with dropout of the probabilities.
 
     Args:
-        key, value: [B, H, Q, D] that came with the last update; the layer has stored them without gradients.
+        layer: has stored ``key`` and ``value`` without gradients. module: the attention module. call: its queries.
+        key, value: [B, H, Q, D] that came with the last update. position_ids: [B or 1, Q]. dropout: of probabilities.
     """
     key, value = key.as_subclass(Tensor), value.as_subclass(Tensor)
     cut = _cut(layer, key, value)
+
+    def answer(over: Differentiable, query: Tensor, dropout: float = 0.0) -> Tensor:
+        return over.attend(module, call._replace(query=query), position_ids, dropout)
+
     if not dropout:
-        return _Recomputed.apply(query, key, value, layer, (module, mask, scaling, more), cut)
+        return _Recomputed.apply(call.query, key, value, layer, answer, cut)
     if cut:
         key, value = _Cut.apply(key), _Cut.apply(value)
-    out = reader(layer, key, value).attend(module, query, mask, scaling, dropout=dropout, **more)
+    out = answer(layer.reader(key, value), call.query, dropout)
     with torch.no_grad():
-        layer.attend(module, query, mask, scaling, **more)  # statistics, and what has left the window, as ever
+        answer(layer, call.query)  # statistics, and what has left the window, as ever
     return out
 
 
-def reader(layer: TieredLayer, key: Tensor, value: Tensor) -> TieredLayer:
-    """A copy of a layer that answers the running call, with these keys and values [B, H, Q, D] for the newest.
-
-    It changes nothing, keeps no statistics, and autograd can look through it.
-    """
-    other, store = copy.copy(layer), copy.copy(layer.tokens)
-    older = len(store.full) - key.shape[2]
-    keys, values = (
-        torch.cat((old[:, :, :older], new), dim=2) for old, new in ((store.full.key, key), (store.full.value, value))
-    )
-    store.full = replace(store.full, key=keys, value=values, state=None)
-    store.packed = replace(store.packed, state=None)
-    store.pq = None if store.pq is None else replace(store.pq, state=None)
-    other.config = copy.copy(layer.config)
-    object.__setattr__(other.config, "compression", "off")
-    other.store, other.held, other.shared, other.prompts = store, HeldCalls(), Shared(), [0] * store.batch
-    other._attended, other.policy, other.watch, other.observer = 0, Policy(), None, None
-    return other
-
-
-def joined(layer: TieredLayer, key: Tensor, value: Tensor, new_key: Tensor, new_value: Tensor) -> tuple[Tensor, Tensor]:
+def joined(
+    layer: Differentiable, key: Tensor, value: Tensor, new_key: Tensor, new_value: Tensor
+) -> tuple[Tensor, Tensor]:
     """All keys and values [B, H, S, D] that a layer holds, of which the newest are these, for autograd to see."""
     cut, older = _cut(layer, new_key, new_value), key.shape[2] - new_key.shape[2]
     if cut:
@@ -87,12 +81,12 @@ def joined(layer: TieredLayer, key: Tensor, value: Tensor, new_key: Tensor, new_
     return torch.cat((key[:, :, :older], new_key), dim=2), torch.cat((value[:, :, :older], new_value), dim=2)
 
 
-def _cut(layer: TieredLayer, key: Tensor, value: Tensor) -> bool:
+def _cut(layer: Differentiable, key: Tensor, value: Tensor) -> bool:
     """Whether tokens of an earlier call wanted gradients and are still there; notes whether those of this one do."""
     store, first = layer.tokens, layer.seen - key.shape[2]
     tracked = getattr(store, TRACKED, None)
     cut = tracked is not None and tracked < first  # else those have been taken back
-    setattr(store, TRACKED, tracked if cut else first if needed(key, value) else None)
+    setattr(store, TRACKED, tracked if cut else first if wants_gradients(key, value) else None)
     return cut
 
 
@@ -120,12 +114,17 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layer: TieredLayer, call: tuple[Any, ...], cut: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: Differentiable,
+        answer: Callable[..., Tensor],
+        cut: bool,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.reader, ctx.call, ctx.cut = reader(layer, key.detach(), value.detach()), call, cut
-        module, mask, scaling, more = call
-        return layer.attend(module, query, mask, scaling, **more)
+        ctx.reader, ctx.answer, ctx.cut = layer.reader(key.detach(), value.detach()), answer, cut
+        return answer(layer, query)
 
     @staticmethod
     @once_differentiable
@@ -133,7 +132,6 @@ class _Recomputed(torch.autograd.Function):
         if ctx.cut:
             _refuse()
         query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        module, mask, scaling, more = ctx.call
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-            out = reader(ctx.reader, key, value).attend(module, query, mask, scaling, **more)
+            out = ctx.answer(ctx.reader.reader(key, value), query)
         return *torch.autograd.grad(out, (query, key, value), grad), None, None, None

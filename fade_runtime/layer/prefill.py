@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fade_runtime.layer.attention import AttentionCall
 from fade_runtime.layer.store import TokenStore
-from fade_runtime.policies.base import Policy, Prompt
+from fade_runtime.policies import Policy, Prompt
+from fade_runtime.policies.text import SeenText
 from predictor import rope
 from predictor.features import attention_and_mass
 
-if TYPE_CHECKING:
-    from fade_runtime.policies.text import SeenText
 
-
-def begin(
+def prefill_stats(
     policy: Policy,
     store: TokenStore,
     key: Tensor,
@@ -55,17 +52,19 @@ def begin(
             continue
         own = sequences.tokens_of(row, before)
         asks, kept = _shifted(own, -before), _shifted(own, older - before)
-        given = query[row][:, asks], key[row][:, kept], full.value[row][:, kept]
+        queries, keys, values = query[row][:, asks], key[row][:, kept], full.value[row][:, kept]
         state: Tensor | None
         if out is not None:
-            out[row][:, asks], state = attention_and_mass(*given, call.scaling)
+            out[row][:, asks], state = attention_and_mass(queries, keys, values, call.scaling)
         else:
-            state = policy.start(Prompt(*given, call.scaling, table, layer))
+            state = policy.start(Prompt(queries, keys, values, call.scaling, table, layer))
         if state is not None:
             state = _helped(policy, text, state, row, own)
             full.state[row][:, kept] = state
             if store.profiles is not None and text is not None:
-                store.profiles[row] = policy.profile(state, text.classes(sequences.seen)[row, own])
+                profile = policy.profile(state, text.classes(sequences.seen)[row, own])
+                assert profile is not None  # of a policy that reads text
+                store.profiles[row] = profile
     return None if out is None else out.transpose(1, 2)
 
 

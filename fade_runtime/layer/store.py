@@ -22,8 +22,23 @@ if TYPE_CHECKING:
     from fade_runtime.storage.pq import LayerCodebook, PQTokens
 
 Body = Union[PackedTokens, "PQTokens"]
-# rows, slots, statistics or None, present tiers of body tokens, each [T] -> the tiers they are to have
-Planner = Callable[[Tensor, Tensor, "Tensor | None", Tensor], Tensor]
+
+
+class BodyTokens(NamedTuple):
+    """Tokens between sinks and recent window, of all rows.
+
+    Attributes:
+        rows: [T] int64 row (batch x kv head). slots: [T] int64. state: [T] float32 attention statistics, or None.
+        tiers: [T] int64 present tiers.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    state: Tensor | None
+    tiers: Tensor
+
+
+Planner = Callable[[BodyTokens], Tensor]  # -> the tiers [T] that they are to have
 
 
 class _Leaving(NamedTuple):
@@ -228,10 +243,12 @@ class TokenStore:
         from_recent = (self.sequences.lengths - self.config.recent_window).clamp(min=0)  # [B]
         leaving, body = self._leaving(due, from_recent), self.body()
         counts = [len(tokens) for tokens in body] + [len(leaving.row)]
-        rows, slots, states, here = self.body_tokens()
-        here = torch.cat((here, torch.full_like(leaving.row, Tier.HIGH)))
-        state = None if states is None or leaving.state is None else torch.cat((states, leaving.state))
-        tiers = plan(torch.cat((rows, leaving.row)), torch.cat((slots, leaving.slot)), state, here)
+        before = self.body_tokens()
+        here = torch.cat((before.tiers, torch.full_like(leaving.row, Tier.HIGH)))
+        known = before.state is not None and leaving.state is not None
+        state = torch.cat((before.state, leaving.state)) if known else None  # type: ignore[arg-type]
+        rows, slots = torch.cat((before.rows, leaving.row)), torch.cat((before.slots, leaving.slot))
+        tiers = plan(BodyTokens(rows, slots, state, here))
         gone = tiers == Tier.EVICTED
         if self.spilled is not None and bool(gone.any()) and not self._spill(leaving, gone.split(counts)):
             tiers = torch.where(gone, here, tiers)  # kept, since it could not be stored
@@ -250,11 +267,11 @@ class TokenStore:
         self.moved = torch.where(due, from_recent, torch.tensor(self.moved, device=due.device)).tolist()
         self.evicted += int((tiers == Tier.EVICTED).sum())
 
-    def body_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Row, slot, statistic or None, and tier of each body token, [T] each."""
+    def body_tokens(self) -> BodyTokens:
+        """Every body token."""
         body = self.body()
         states = [tokens.state for tokens in body if tokens.state is not None]
-        return (
+        return BodyTokens(
             torch.cat([tokens.token_row() for tokens in body]),
             torch.cat([tokens.slots() for tokens in body]),
             torch.cat(states) if states else None,

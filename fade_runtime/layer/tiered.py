@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from torch import Tensor
 
 from fade_runtime.layer.attention import AttentionCall, tiered_attention
 from fade_runtime.layer.positions import Positions
 from fade_runtime.layer.store import TokenStore
-from fade_runtime.policies.base import Policy
+from fade_runtime.policies import Policy
+
+
+class RowCall(NamedTuple):
+    """One row of a batch in a call, as if it were alone.
+
+    Attributes:
+        row: its number. store: a view of its tokens. call: its queries that are tokens. real: [Q] bool, which they are.
+    """
+
+    row: int
+    store: TokenStore
+    call: AttentionCall
+    real: Tensor
+
+
+def rows_alone(store: TokenStore, call: AttentionCall) -> Iterator[RowCall]:
+    """The rows of a padded call one by one; those in which every query is padding are left out."""
+    sequences, steps = store.sequences, call.query.shape[2]
+    assert sequences.real is not None
+    for row in range(store.batch):
+        columns = sequences.real[row]
+        real = columns[-steps:]
+        if bool(real.any()):
+            yield RowCall(row, store.row(row), call.of_row(row, real, columns), real)
 
 
 def attend_tiers(store: TokenStore, positions: Positions, call: AttentionCall, policy: Policy | None) -> Tensor:
@@ -21,36 +48,27 @@ def attend_tiers(store: TokenStore, positions: Positions, call: AttentionCall, p
     sequences = store.sequences
     if not (sequences.padded or (policy is not None and any(sequences.begins))):
         return _attend(store, positions, call, policy)
-    assert sequences.real is not None  # or all rows would begin
     out = call.query.new_zeros(*call.query.shape[:3], store.full.value.shape[3])
-    for row, gained in enumerate(sequences.gained):
-        if not gained:
-            continue
-        real = sequences.real[row]
-        asks = real[-call.query.shape[2] :]
-        view, weighs = store.row(row), None if sequences.begins[row] else policy
-        out[row][:, asks] = _attend(view, positions, call.of_row(row, asks, real), weighs)[0]
+    for alone in rows_alone(store, call):
+        weighs = None if sequences.begins[alone.row] else policy
+        out[alone.row][:, alone.real] = _attend(alone.store, positions, alone.call, weighs)[0]
         if weighs is not None:
-            store.put_statistics(row, view)
+            store.put_statistics(alone.row, alone.store)
     return out
 
 
 def _attend(store: TokenStore, positions: Positions, call: AttentionCall, policy: Policy | None) -> Tensor:
     """The same over a store whose rows have all gained as many tokens as there are queries."""
     query, full, parts = positions.read(store, call.query)
-    steps = query.shape[2]
+    steps, mask = query.shape[2], None if call.mask is None else store.sequences.by_slot(call.mask)
     weights = None if policy is None else policy.weights(steps, query.device)
-    stored = [store.full, *(tokens for tokens in store.body() if len(tokens))]
-    states = [] if weights is None else [each.state for each in stored]
+    older = [] if weights is None else [store.full.state, *(tokens.state for tokens in store.body() if len(tokens))]
     return tiered_attention(
-        query,
+        call._replace(query=query, mask=mask),
         full,
         parts,
-        scaling=call.scaling,
         first=store.sequences.first_of(steps),
-        mask=None if call.mask is None else store.sequences.by_slot(call.mask),
         weights=weights,
-        softcap=call.softcap,
-        into=[state for state in states if state is not None],
+        into=[stats for stats in older if stats is not None],
         decay=1.0 if policy is None else (policy.decay or 1.0) ** steps,
     )[0]

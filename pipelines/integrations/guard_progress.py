@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from fade_runtime.cache.telemetry import Event, Exporter
-from fade_runtime.guard.guard import GuardEvent
+from fade_runtime.cache.telemetry import Exporter
+from fade_runtime.events import Event, GuardEvent
 from predictor.registry import open_experiment
 
 EXPERIMENT = "fade-guard"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fade_runtime.cache.telemetry import Event, Reassignment
+from fade_runtime.events import Event, Reassignment
 from pipelines.plots.quality import STYLE, pyplot, save
 
 TIERS = {"FP16": "#08306b", "HIGH": "#2171b5", "LOW": "#6baed6", "PQ": "#9ecae1", "EVICTED": "#eeeeee"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from fade_runtime.guard.guard import GuardEvent
+from fade_runtime.events import GuardEvent
 from pipelines import generate
 from pipelines.integrations.guard_progress import EXPERIMENT, LiveLine
 

@@ -59,7 +59,7 @@ def test_importance_is_what_the_smaller_model_attends_to(model: Any, length: int
     small = first_layers(model, 1)
     ids = _ids(length=length)
     expected = _heard(small, ids[:, -TAIL:])
-    got = Assistant(small, 0.7, TAIL).importance(ids[0])
+    got = Assistant(small, weight=0.7, tail=TAIL, make_cache=create_tiered_cache).importance(ids[0])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
     assert float(got.sum()) == pytest.approx(1, abs=1e-4)
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fade_runtime.kernels.reference import Part, dequantise
 from fade_runtime.layer import attention
-from fade_runtime.layer.attention import FullTokens, tiered_attention
+from fade_runtime.layer.attention import AttentionCall, FullTokens, tiered_attention
 from fade_runtime.storage.packed import pack_tokens
 
 DIM = 32
@@ -65,14 +65,9 @@ def test_tiered_attention_equals_sdpa(groups: int, steps: int, masked: str) -> N
         mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
     expected, probs = _oracle(query, case, visible, 0.2)
     weights = torch.rand(steps)
+    call = AttentionCall(query, mask, 0.2)
     out, to_full, masses = tiered_attention(
-        query,
-        case["full"],
-        [Part(case["packed"])],
-        scaling=0.2,
-        first=slots - steps,
-        mask=mask,
-        weights=weights,
+        call, case["full"], [Part(case["packed"])], first=slots - steps, weights=weights
     )
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
     mass = (probs * weights[:, None]).sum(2).view(batch, heads, groups, slots).mean(2)  # [B, H, S]
@@ -86,10 +81,10 @@ def test_tiered_attention_equals_sdpa(groups: int, steps: int, masked: str) -> N
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = _case(1, 2, 90, [40, 11], 13)
     query = torch.randn(1, 4, 13, DIM)
-    arguments: dict[str, Any] = dict(scaling=0.3, first=77, weights=torch.rand(13))
-    whole = tiered_attention(query, case["full"], [Part(case["packed"])], **arguments)
+    arguments: dict[str, Any] = dict(first=77, weights=torch.rand(13))
+    whole = tiered_attention(AttentionCall(query, None, 0.3), case["full"], [Part(case["packed"])], **arguments)
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 74 * 5)
-    parts = tiered_attention(query, case["full"], [Part(case["packed"])], **arguments)
+    parts = tiered_attention(AttentionCall(query, None, 0.3), case["full"], [Part(case["packed"])], **arguments)
     for a, b in zip(whole, parts):
         torch.testing.assert_close(a, b)
 
@@ -98,13 +93,13 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_statistics_are_added_to_older_ones(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     case = _case(2, 2, 90, [40, 11, 0, 33], 13)
     query, parts = torch.randn(2, 4, 13, DIM), [Part(case["packed"])]
-    arguments: dict[str, Any] = dict(scaling=0.3, first=77, weights=torch.rand(13))
-    out, fresh, (fresh_packed,) = tiered_attention(query, case["full"], parts, **arguments)
+    arguments: dict[str, Any] = dict(first=77, weights=torch.rand(13))
+    out, fresh, (fresh_packed,) = tiered_attention(AttentionCall(query, None, 0.3), case["full"], parts, **arguments)
     assert fresh is not None
     older = torch.rand_like(fresh), torch.rand_like(fresh_packed)
     states = [state.clone() for state in older]
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", at_once)
-    again = tiered_attention(query, case["full"], parts, **arguments, into=states, decay=0.25)
+    again = tiered_attention(AttentionCall(query, None, 0.3), case["full"], parts, **arguments, into=states, decay=0.25)
     torch.testing.assert_close(again[0], out)
     for state, old, new in zip(states, older, (fresh, fresh_packed)):
         torch.testing.assert_close(state, 0.25 * old + new)
@@ -123,11 +118,9 @@ def test_holes_are_invisible() -> None:
     expected, _ = _oracle(query, case, case["causal"][None, None], 0.2)
     for mask in (None, torch.ones(1, 1, 1, 60, dtype=torch.bool)):
         out, _, _ = tiered_attention(
-            query,
+            AttentionCall(query, mask, 0.2),
             FullTokens(poisoned, full.value, slots),
             [Part(case["packed"])],
-            scaling=0.2,
             first=59,
-            mask=mask,
         )
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)

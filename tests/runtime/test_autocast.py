@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.layer import AttentionCall
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 
@@ -66,7 +67,8 @@ def test_packing_is_done_without_autocast(model: Any) -> None:
         decode(model, each, tokens, 60, torch.bfloat16)
     by_hand = create_tiered_cache(model, SAFE).tiered[0]
     by_hand.update(stock.layers[0].keys.bfloat16(), stock.layers[0].values.bfloat16())
-    by_hand.attend(model.model.layers[0].self_attn, torch.zeros(1, 4, 60, 16, dtype=torch.bfloat16), None, 0.25)
+    call = AttentionCall(torch.zeros(1, 4, 60, 16, dtype=torch.bfloat16), None, 0.25)
+    by_hand.attend(model.model.layers[0].self_attn, call)
     stored = cache.tiered[0].tensors()
     assert len(cache.tiered[0].tokens.packed) == 2 * 50
     assert stored.keys() == by_hand.tensors().keys()

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
+from fade_runtime.layer import AttentionCall
 from fade_runtime.policies.fastgen import Keeps, Shares, kept, profile
 from fade_runtime.policies.text import OTHER, PUNCTUATION, SPECIAL, token_classes
 from fade_runtime.transformers_api import forward_kwargs
@@ -368,7 +369,7 @@ def test_bad_calls_are_refused(model: Any, tiny_tokenizer: Any) -> None:
     for layer in cache.tiered:  # as if somebody called the layers without the model
         layer.update(torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16), kwargs={})
     with pytest.raises(FadeError, match="told the ids of 0 of 20 tokens"):
-        cache.tiered[0].attend(torch.nn.Module(), torch.randn(1, 4, 20, 16), None, 0.25)
+        cache.tiered[0].attend(torch.nn.Module(), AttentionCall(torch.randn(1, 4, 20, 16), None, 0.25))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

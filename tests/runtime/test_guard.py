@@ -17,10 +17,10 @@ from fade_runtime import (
     attach_telemetry,
     create_tiered_cache,
 )
-from fade_runtime.guard.guard import CALM, Watch
-from fade_runtime.guard.probe import Look
+from fade_runtime.guard.guard import CALM_PROBES, Watch
+from fade_runtime.guard.probe import Probe
 from fade_runtime.layer.positions import Positions, dense
-from fade_runtime.layer.store import TokenStore
+from fade_runtime.layer.store import BodyTokens, TokenStore
 from fade_runtime.storage.spill import Spill
 from fade_runtime.storage.tiers import Tier
 from fade_runtime.transformers_api import forward_kwargs
@@ -102,11 +102,12 @@ def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
         TokenStore(config, torch.zeros(shape), torch.zeros(shape), state=True, spill=Spill("host")) for _ in range(2)
     ]
 
-    def plan(rows: Tensor, slots: Tensor, state: Tensor | None, now: Tensor) -> Tensor:
+    def plan(tokens: BodyTokens) -> Tensor:
         """Demotes by a lottery, and evicts each token at an age of its own."""
-        lot = torch.sin(rows * 7.3 + slots * 12.9898) * 43758.5453 % 1
+        lot = torch.sin(tokens.rows * 7.3 + tokens.slots * 12.9898) * 43758.5453 % 1
         tier = torch.where((lot < 0.4) & (low > 0), Tier.LOW, Tier.HIGH)
-        return torch.where(seen - slots > 20 + 300 * (lot * 7 % 1), Tier.EVICTED, torch.maximum(tier, now))
+        old = seen - tokens.slots > 20 + 300 * (lot * 7 % 1)
+        return torch.where(old, Tier.EVICTED, torch.maximum(tier, tokens.tiers))
 
     seen = 0
     for steps in (100, 16, 16, 40, 1, 63, 200):
@@ -132,7 +133,7 @@ def test_a_guard_that_does_not_fire_changes_nothing(model: Any) -> None:
     for at in [slice(0, 200), *(slice(i, i + 1) for i in range(200, 240)), slice(240, 260), slice(260, 261)]:
         plain, *guarded = (forward(model, ids[:, at], cache) for cache in caches)
         assert all(torch.equal(plain, each) for each in guarded)
-    assert caches[1].guard.looks > 0
+    assert caches[1].guard.probes > 0
     assert caches[1].guard.report()["state"] == "compressed"
 
 
@@ -207,8 +208,8 @@ def test_without_a_spill_store_rollback_says_what_it_cannot(model: Any) -> None:
         create_tiered_cache(model, FadeConfig(**{**WATCHED, "spill": "none"}))
 
 
-def look(*kl: float) -> Look:
-    return Look(torch.tensor(kl), torch.ones(len(kl)), torch.ones(len(kl)))
+def probe(*kl: float) -> Probe:
+    return Probe(torch.tensor(kl), torch.ones(len(kl)), torch.ones(len(kl)))
 
 
 def watches(model: Any, **options: Any) -> tuple[TieredCache, list[Watch]]:
@@ -227,11 +228,11 @@ def test_levels_rise_from_head_to_layer_to_cache_and_fall_again(tiny_model: Any)
     layers = cache.tiered
     spilled = [len(layer.tokens.spilled) for layer in layers]
     with pytest.warns(RuntimeWarning, match="evicted tokens come back"):
-        assert first._follow(layers[0], look(0, 0.3, 0, 0), 1)[1] == "raise"
+        assert first.follow(layers[0], probe(0, 0.3, 0, 0), 1)[1] == "raise"
     assert first.raised == [False, True, False, False]
     assert 0 < len(layers[0].tokens.spilled) < spilled[0]
     assert cache.monitor.report()["state"] == "raised"
-    first._follow(layers[0], look(0, 0, 0.3, 0), 1)  # half of the layer's heads: the layer
+    first.follow(layers[0], probe(0, 0, 0.3, 0), 1)  # half of the layer's heads: the layer
     assert first.raised == [True] * 4
     assert len(layers[0].tokens.spilled) == 0
     assert second.behind  # a third of all heads: everything, as soon as each layer is called
@@ -239,10 +240,10 @@ def test_levels_rise_from_head_to_layer_to_cache_and_fall_again(tiny_model: Any)
     forward(model, prompt(1, 1, 1), cache)
     assert cache.monitor.report()["state"] == "full"
     assert evicted(cache) == 0
-    for _ in range(CALM + 1):
+    for _ in range(CALM_PROBES + 1):
         for watch, layer in zip(cache.guard.watches, layers):
             watch.kl = [0.0] * 4
-            watch._follow(layer, look(0, 0, 0, 0), 1)
+            watch.follow(layer, probe(0, 0, 0, 0), 1)
     assert cache.monitor.report()["state"] == "compressed"
     ids = prompt(1, 40, 2)
     cache.guard.config = cache.guard.config.with_options(kl_alarm=100.0)
@@ -256,26 +257,26 @@ def test_a_memory_target_is_compressed_less_after_a_rollback(model: Any) -> None
     before = cache.memory.compression
     assert before > 4.0
     with pytest.warns(RuntimeWarning, match="looks at evicted tokens more than was forecast"):
-        watch._follow(cache.tiered[0], look(1.0, 0), 1)
+        watch.follow(cache.tiered[0], probe(1.0, 0), 1)
     first = cache.memory.most
     assert 4.0 <= first < before
-    watch._follow(cache.tiered[0], look(0, 1.0), 1)  # in the same steps: once is enough
+    watch.follow(cache.tiered[0], probe(0, 1.0), 1)  # in the same steps: once is enough
     assert cache.memory.most == first
     for each, layer in zip(cache.guard.watches, cache.tiered):
         each.behind = False
-        for _ in range(CALM + 1):
+        for _ in range(CALM_PROBES + 1):
             each.kl = [0.0] * 2
-            each._follow(layer, look(0, 0), 1)
+            each.follow(layer, probe(0, 0), 1)
     assert cache.memory.most == 16.0
 
 
 def test_one_bad_step_is_not_enough_two_are(model: Any) -> None:
     cache, (watch, _) = watches(model)
     watch.kl = [0.0, 0.0]
-    watch._follow(cache.tiered[0], look(0.15, 0), 1)
+    watch.follow(cache.tiered[0], probe(0.15, 0), 1)
     assert not any(watch.raised)
     with pytest.warns(RuntimeWarning, match="looks at evicted tokens more than was forecast"):
-        watch._follow(cache.tiered[0], look(0.15, 0), 1)
+        watch.follow(cache.tiered[0], probe(0.15, 0), 1)
     assert watch.raised[0]
 
 

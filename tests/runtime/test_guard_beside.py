@@ -123,7 +123,7 @@ def test_telemetry_tells_of_looks(model: Any, tmp_path: Path) -> None:
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     looks = [event for event in events if event["event"] == "guard"]
     assert {event["event"] for event in events} == {"guard", "reassignment"}
-    assert len(looks) == cache.guard.looks
+    assert len(looks) == cache.guard.probes
     assert looks[0]["action"] == "raise"
     assert looks[0]["kl"] > 0.1
 

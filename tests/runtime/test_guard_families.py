@@ -45,7 +45,7 @@ def test_restored_logits_are_those_of_the_cache_that_never_evicted(family: str) 
         ours, theirs = (forward(model, ids[:, at], cache) for cache in (watched, roomy))
         torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
     report = watched.monitor.report()
-    assert report["looks"] > 0
+    assert report["probes"] > 0
     assert report["state"] == "full"
     assert watched.memory_report()["tokens"]["EVICTED"] == 0
 

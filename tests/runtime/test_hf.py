@@ -15,12 +15,21 @@ from tests.families import FAMILIES
 class Recorder:
     """A layer that notes what it is asked."""
 
-    sharers = 0
+    kv_sharers = 0
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float, **more: Any) -> Tensor:
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        **more: Any,
+    ) -> Tensor:
         self.asked.append((scaling, more))
         return query.transpose(1, 2)
 

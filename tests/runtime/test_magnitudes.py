@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.cache.session import load_session
+from fade_runtime.cache.factory import load_session
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.dispatch import pick_kernel
 from fade_runtime.kernels.reference import Part, dequantise

@@ -173,14 +173,14 @@ def test_what_the_guard_has_raised_is_kept_whatever_the_target(model: Any) -> No
         evicted = cache.memory_report()["tokens"]["EVICTED"]
         assert evicted > 0
         for layer in cache.tiered:
-            assert layer.watch is not None
-            layer.watch.raised = [True] * 2
+            assert layer.hooks is not None
+            layer.hooks.raised = [True] * 2
         before = {layer.index: layer.tokens.evicted for layer in cache.tiered}
         _grow(model, cache, 4, 60)
         assert {layer.index: layer.tokens.evicted for layer in cache.tiered} == before
         for layer in cache.tiered:
-            assert layer.watch is not None
-            layer.watch.raised = [False] * 2
+            assert layer.hooks is not None
+            layer.hooks.raised = [False] * 2
         _grow(model, cache, 4, 60)
     assert all(layer.tokens.evicted > before[layer.index] for layer in cache.tiered)
 

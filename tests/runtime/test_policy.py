@@ -108,13 +108,13 @@ def _capture(model: Any, cache: TieredCache, ids: Tensor) -> tuple[Tensor, Tenso
     """Run the prompt; return the first layer's query, key and value as the attention function saw them."""
     seen: list[tuple[Tensor, ...]] = []
     layer = cache.tiered[0]
-    begin = layer._first_statistics
+    begin = layer._prefill
 
     def spy(call: AttentionCall) -> Tensor | None:
         seen.append((call.query[0], layer.tokens.full.key[0], layer.tokens.full.value[0]))
         return begin(call)
 
-    layer._first_statistics = spy  # type: ignore[method-assign]
+    layer._prefill = spy  # type: ignore[method-assign]
     model(ids, **forward_kwargs(cache, model))
     return seen[0]  # type: ignore[return-value]
 

@@ -38,26 +38,26 @@ def late(model: Any, steps: int, **options: Any) -> TieredCache:
     """A cache whose guard finds all in order until some steps after the prompt, and all wrong from then on."""
     cache = create_tiered_cache(model, FadeConfig(**{**AGAIN, "kl_alarm": 0.1, **options}))
     for watch in cache.guard.watches:
-        follow = watch._follow
+        follow = watch.follow
 
         def seeing(layer: Any, look: Any, queries: int, follow: Any = follow) -> Any:
             wrong = float(layer.seen >= 200 + steps)
             return follow(layer, replace(look, kl=torch.full_like(look.kl, wrong)), queries)
 
-        watch._follow = seeing  # type: ignore[method-assign]
+        watch.follow = seeing  # type: ignore[method-assign]
     return cache
 
 
 def at_most(watch: Any, good: int) -> None:
     """Let a watch find nothing in order after so many tokens."""
-    follow = watch._follow
+    follow = watch.follow
 
     def seeing(*given: Any) -> Any:
         done = follow(*given)
         watch.good = min(watch.good, good)
         return done
 
-    watch._follow = seeing
+    watch.follow = seeing
 
 
 def test_what_was_generated_in_doubt_is_generated_again(model: Any) -> None:
@@ -72,14 +72,14 @@ def test_what_was_generated_in_doubt_is_generated_again(model: Any) -> None:
 
     other = late(model, steps=10_000)  # the same by hand: it was noticed after 216 tokens, and 208 were in order
     for layer in other.tiered:
-        at_most(layer.watch, 208)
+        at_most(layer.hooks, 208)
     blind = generate(model, ids, other, new=17)
     assert torch.equal(blind[:, :209], out[:, :209])
     other.crop(208 - other.get_seq_length())
     for layer in other.tiered:
         layer.tokens.restore()
-        layer.watch.raised = [True] * len(layer.watch.raised)
-        layer.watch._follow = lambda *_: (0, "look")  # and stays so
+        layer.hooks.raised = [True] * len(layer.hooks.raised)
+        layer.hooks.follow = lambda *_: (0, "look")  # and stays so
     assert torch.equal(generate(model, blind[:, :209], other, new=31), out)
     without = generate(model, ids, late(model, steps=13, on_rollback="continue"))
     assert not torch.equal(without, out)

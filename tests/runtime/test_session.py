@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache, load_session, save_session
 from fade_runtime.cache.session import FACTS, TENSORS
+from fade_runtime.layer.layer import RunningCall
 from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
@@ -197,7 +198,7 @@ def test_every_attribute_comes_back(case: str, tmp_path: Path) -> None:
     assert differences(cache.layers, other.layers) != []
     other.load_cache_state_dict(cache.cache_state_dict())
     for layer in (*cache.tiered, *other.tiered):
-        layer._new, layer._attended, layer._counts_now = 0, 0, True  # of the last call
+        layer.running = RunningCall()
     assert differences(cache.layers, other.layers) == []
     assert other.memory_report()["resident_bytes"] == reachable_bytes(other)
     assert other.memory_report()["tokens"] == cache.memory_report()["tokens"]

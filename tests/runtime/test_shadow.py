@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
-from fade_runtime.cache.shadow import ShadowEvent, next_token_kl
+from fade_runtime.cache.shadow import next_token_kl
 from fade_runtime.cache.telemetry import ListExporter, attach_telemetry
+from fade_runtime.events import ShadowEvent
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.twin import dense_twin
 from tests.families import FAMILIES, TIERED

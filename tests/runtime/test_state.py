@@ -31,7 +31,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "shadow": dict(GUARDED, shadow_every=4),
 }
 # times, places, and what a layer computes anew in each call
-BUT = frozenset({"ms", "time", "spill", "_model", "_counts_now", "_attended", "_new", "_listener"})
+BUT = frozenset({"ms", "time", "spill", "_model", "_hold_model", "resident", "running"})
 
 
 def made(kind: str, model: Any, folder: Path) -> TieredCache:

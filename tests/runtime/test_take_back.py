@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
+from fade_runtime.layer import AttentionCall
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.families import FAMILIES
@@ -23,7 +24,7 @@ from .test_padding import KINDS, TIGHT, config_of, tokens
 
 GUARDED: dict[str, Any] = dict(TIGHT, guard="rollback", spill="host", monitor_every=5, kl_alarm=0.02, kl_target=0.01)
 # of the last call; and times
-CALL = frozenset({"_new", "_attended", "_counts_now", "shared", "new", "plain", "ms", "spill"})
+CALL = frozenset({"running", "shared", "new", "plain", "ms", "spill"})
 
 
 def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def give(model: Any, cache: TieredCache, first: int, count: int, seed: int = 0) 
         call: dict[str, Any] = {}
         key, value = cache.update(key, value, index, kwargs=call)
         at = torch.arange(first, first + count)[None]
-        layer.attend(model.model.layers[index].self_attn, query, None, 0.25, position_ids=at)
+        layer.attend(model.model.layers[index].self_attn, AttentionCall(query, None, 0.25), at)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "guard"])

@@ -1,0 +1,47 @@
+"""What a layer of the cache is made of, in one bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fade_runtime.config import FadeConfig, MemoryController
+from fade_runtime.policies import Policy
+from fade_runtime.policies.text import SeenText
+from fade_runtime.storage.pq import LayerCodebook
+from fade_runtime.storage.spill import Spill
+from predictor import rope
+
+
+@dataclass(frozen=True)
+class LayerSetup:
+    """What a layer of the cache is made of; the layers of one cache differ in index, codebook and kv_sharers.
+
+    Attributes:
+        config: options of the cache. policy: whose scores decide.
+        model_config: gives the config of the language model, which a cache does not keep alive.
+        rotary: rotates keys, or None if positions enter in another way.
+        index: of the layer in the model.
+        codebook: of the layer, for product quantisation.
+        kv_sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
+        text: what the cache knows of the words, if its policy asks for it.
+        memory: gives the budget, if the target is bytes; shared by the layers.
+        spill: where evicted tokens go, or None.
+    """
+
+    config: FadeConfig
+    policy: Policy
+    model_config: Callable[[], Any]
+    rotary: rope.Rotary | None = None
+    index: int = 0
+    codebook: LayerCodebook | None = None
+    kv_sharers: int = 0
+    text: SeenText | None = None
+    memory: MemoryController | None = None
+    spill: Spill | None = None
+
+    @property
+    def keeps_stats(self) -> bool:
+        """Whether each token has an attention statistic."""
+        return self.config.ranks and self.policy.decay is not None
