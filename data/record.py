@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from data.trace import Row
 from predictor import rope
 from predictor.errors import FadeError
-from predictor.features import FLOOR, FeatureSpec, attention_rows, h2o_mass, pool_blocks, prefill_features
+from predictor.features import FeatureSpec, attention_rows, floored_log, h2o_mass, pool_blocks, prefill_features
 from predictor.twin import dense_twin
 
 NAME = "fade_record"
@@ -65,14 +65,14 @@ class AttentionRecorder:
             "history_max": seen.history_max,
             "future_mean": mean,
             "future_max": peak,
-            "target_sum": _log(future[..., :slots].mean(1)),
-            "target_max": _log(future[..., :slots].amax(1)),
+            "target_sum": floored_log(future[..., :slots].mean(1)),
+            "target_max": floored_log(future[..., :slots].amax(1)),
         }
         if seen.hidden is not None:
             columns |= {"key": seen.hidden.key, "value": seen.hidden.value}
         if self.h2o:
             visible = torch.arange(slots, 0, -1, device=key.device)
-            columns["h2o"] = _log(h2o_mass(past[0], past[1], scaling) / visible)
+            columns["h2o"] = floored_log(h2o_mass(past[0], past[1], scaling) / visible)
         arrays: dict[str, np.ndarray] = {name: x.half().cpu().numpy() for name, x in columns.items()}
         for head in range(key.shape[0]):
             row: Row = {"layer": layer, "head": head, "length": slots, "steps": steps}
@@ -182,10 +182,6 @@ def _refuse_unknown(layer: int, query: Tensor, value: Tensor, mask: Tensor | Non
             f"layer {layer} has keys of {query.shape[-1]} and values of {value.shape[-1]} channels (latent attention), "
             "which traces cannot describe; use another model"
         )
-
-
-def _log(share: Tensor) -> Tensor:
-    return share.clamp(min=FLOOR).log()
 
 
 AttentionInterface.register(NAME, recorded_attention)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipelines.cli import run
-from predictor.budgets import SHARES, HeadBudgets, learn_budgets
+from predictor.budgets import FRACTIONS, HeadBudgets, learn_budgets
 from predictor.errors import FadeError
 from predictor.head_metrics import lost_when_kept
 from predictor.nets import ScoreNet, TokenMLP
@@ -153,7 +153,7 @@ def stability(rows: _Rows, sets: Sequence[Sequence[int]], budgets: Sequence[floa
         f"Smallest rank correlation between any two of {len(sets)} disjoint sets of {min(map(len, sets))} documents:",
         "",
     ]
-    at = {share: index for index, share in enumerate(SHARES)}
+    at = {share: index for index, share in enumerate(FRACTIONS)}
     lost = min(
         float(spearmanr(a.lost[..., at[0.11]].flatten(), b.lost[..., at[0.11]].flatten()).statistic) for a, b in pairs
     )

@@ -18,7 +18,7 @@ from fade_runtime import FadeConfig
 from pipelines.cli import run
 from pipelines.evaluation.measure import FULL, Measured, Method, compare
 from predictor.bundle import Predictor, load_bundle
-from predictor.certificate import SHARE, Rung, upper_bound
+from predictor.certificate import QUANTILE, Rung, upper_bound
 from predictor.errors import FadeError
 
 HEURISTICS = ("position", "h2o", "ema")
@@ -277,7 +277,7 @@ def certify_bundle(
     context: int = 1024,
     steps: int = 64,
     confidence: float = 0.95,
-    share: float = SHARE,
+    share: float = QUANTILE,
 ) -> None:
     """Measure KL on held-out texts at a ladder of budgets and write it into a bundle's certificate.
 

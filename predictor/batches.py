@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from predictor.calibration import masked_share
+from predictor.calibration import masked_probabilities
 from predictor.errors import FadeError
 from predictor.features import Hidden
 
@@ -55,7 +55,8 @@ def target_mass(batch: Batch, kind: Target = "sum") -> Tensor:
     Raises:
         FadeError: another kind.
     """
-    return _blend(kind, *(masked_share(batch[name], batch["eligible"]) for name in ("target_sum", "target_max")))
+    total, peak = (masked_probabilities(batch[f"target_{each}"], batch["eligible"]) for each in ("sum", "max"))
+    return _blend(kind, total, peak)
 
 
 def block_targets(batch: Batch, steps: int | None, kind: Target = "sum") -> tuple[Tensor, Tensor]:
@@ -77,7 +78,9 @@ def block_targets(batch: Batch, steps: int | None, kind: Target = "sum") -> tupl
     eligible = pad(batch["eligible"], (0, count * block - batch["eligible"].shape[1]))
     mask = eligible.unflatten(-1, (count, block)).any(-1) & batch["block_mask"]
     total, peak = future.mean(1) * sizes, future.amax(1) * sizes
-    return (total if kind == "sum" else _blend(kind, masked_share(total, mask), masked_share(peak, mask))), mask
+    if kind == "sum":
+        return total, mask
+    return _blend(kind, masked_probabilities(total, mask), masked_probabilities(peak, mask)), mask
 
 
 def _blend(kind: str, total: Tensor, peak: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Head budgets: how much each kv head must keep so that, for a given total, the least is lost.
 
-Some heads lose almost nothing with a tenth of the context, a few (they copy) lose everything unless they keep it all.
-What a head loses at a share is read off traces: the attention that dropped tokens would have received, each token at
-its *worst* coming step, because one step in which a needed token is missing is what spoils a text.
+Some heads lose almost nothing with a tenth of the context, some (they copy) lose everything unless they keep it all.
+What a head loses when it keeps a fraction is read off traces: the attention that dropped tokens would have received,
+each token at its *worst* coming step, because one step in which a needed token is missing is what spoils a text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 
 from predictor.errors import FadeError
 
-# Body tokens kept, as a share of the prompt: sinks and window are kept anyway and are not counted.
-SHARES = (0.0, 0.015, 0.03, 0.05, 0.075, 0.11, 0.16, 0.23, 0.33, 0.47, 0.65, 0.82, 1.0)
+# Body tokens kept, as a fraction of the prompt: sinks and window are kept anyway and are not counted.
+FRACTIONS = (0.0, 0.015, 0.03, 0.05, 0.075, 0.11, 0.16, 0.23, 0.33, 0.47, 0.65, 0.82, 1.0)
 
-# How heads were given their shares when lost attention was measured.
+# How heads were allocated their fractions when lost attention was measured.
 ALLOCATIONS = {
     "max": "by head, learned from the worst step",
     "sum": "by head, learned from the sum over steps",
@@ -33,7 +33,7 @@ LOST = re.compile(r"(?P<kind>\w+)/lost_at_(?P<budget>[\d.]+)")
 
 
 def lost_attention(
-    scores: Tensor, target: Tensor, eligible: Tensor, length: Tensor, shares: Sequence[float] | Tensor = SHARES
+    scores: Tensor, target: Tensor, eligible: Tensor, length: Tensor, fractions: Sequence[float] | Tensor = FRACTIONS
 ) -> Tensor:
     """Attention that is lost when a row keeps only its best-scored tokens.
 
@@ -41,62 +41,62 @@ def lost_attention(
         scores: [R, S], higher = keep.
         target: [R, S] largest attention that a token receives in any of the coming steps.
         eligible: [R, S] bool, tokens that may be dropped. length: [R] real tokens.
-        shares: kept eligible tokens as shares of the length: K for all rows, or [R, K] for each row its own.
+        fractions: kept eligible tokens as fractions of the length: K for all rows, or [R, K] for each row its own.
 
     Returns:
         [R, K] sum of the targets of the dropped tokens.
 
     Example:
         >>> yes, target = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.1, 0.4, 0.2, 0.3]])
-        >>> lost_attention(target, target, yes, torch.tensor([4]), shares=(0.0, 0.5, 1.0))
+        >>> lost_attention(target, target, yes, torch.tensor([4]), fractions=(0.0, 0.5, 1.0))
         tensor([[1.0000, 0.3000, 0.0000]])
     """
     order = scores.float().masked_fill(~eligible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     mass = (target * eligible).gather(-1, order)
     dropped = mass.flip(-1).cumsum(-1).flip(-1)  # [R, S]: sum of this and all later ones
     dropped = pad(dropped, (0, 1))
-    each = torch.as_tensor(shares, dtype=torch.float32, device=scores.device).expand(len(scores), -1)
+    each = torch.as_tensor(fractions, dtype=torch.float32, device=scores.device).expand(len(scores), -1)
     kept = (length[:, None] * each).long().clamp(max=scores.shape[-1])
     return dropped.gather(-1, kept)
 
 
 @dataclass(frozen=True)
 class HeadBudgets:
-    """What each kv head loses at each share, averaged over documents.
+    """What each kv head loses at each fraction that it may keep, averaged over documents.
 
     Attributes:
         lost: [layers, H, K] expected lost attention.
-        shares: K kept shares, ascending from 0 to 1.
+        fractions: K kept fractions, ascending from 0 to 1.
 
     Example:
         >>> copies, looks_back = [1.0, 0.5, 0.0], [0.1, 0.0, 0.0]  # what two heads lose at none, half, all
-        >>> budgets = HeadBudgets(torch.tensor([[copies, looks_back]]), shares=(0.0, 0.5, 1.0))
+        >>> budgets = HeadBudgets(torch.tensor([[copies, looks_back]]), fractions=(0.0, 0.5, 1.0))
         >>> budgets.allocate(0.5)
         ((1.0, 0.0),)
     """
 
     lost: Tensor
-    shares: tuple[float, ...] = SHARES
+    fractions: tuple[float, ...] = FRACTIONS
 
     @lru_cache(maxsize=64)  # noqa: B019 (a handful of small tuples)
-    def allocate(self, share: float) -> tuple[tuple[float, ...], ...]:
-        """Share of the context that each kv head keeps, their mean being ``share``.
+    def allocate(self, fraction: float) -> tuple[tuple[float, ...], ...]:
+        """Fraction of the context that each kv head keeps, their mean being ``fraction``.
 
         The lower convex hull of each head's losses is cut into segments; the segments that save most for each token
         are bought first. This is optimal for losses that are convex, and the hull otherwise.
 
         Returns:
-            For each layer, one share in [0, 1] for each kv head.
+            For each layer, one fraction in [0, 1] for each kv head.
         """
         layers, heads, _ = self.lost.shape
         segments = []
         for head, curve in enumerate(self.lost.flatten(0, 1).tolist()):
-            hull = _hull(self.shares, curve)
+            hull = _hull(self.fractions, curve)
             segments += [
                 ((hull[i][1] - hull[i + 1][1]) / (hull[i + 1][0] - hull[i][0]), head, hull[i + 1][0] - hull[i][0])
                 for i in range(len(hull) - 1)
             ]
-        left, kept = share * layers * heads, [0.0] * (layers * heads)
+        left, kept = fraction * layers * heads, [0.0] * (layers * heads)
         for _, head, width in sorted(segments, key=lambda segment: -segment[0]):
             bought = min(width, left)
             kept[head] += bought
@@ -106,7 +106,7 @@ class HeadBudgets:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dictionary."""
         rounded = [[[float(f"{value:.4g}") for value in head] for head in layer] for layer in self.lost.tolist()]
-        return {"shares": list(self.shares), "lost": rounded}
+        return {"shares": list(self.fractions), "lost": rounded}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> HeadBudgets:
@@ -116,14 +116,14 @@ class HeadBudgets:
             FadeError: a table of another form.
         """
         try:
-            lost, shares = torch.tensor(stored["lost"], dtype=torch.float32), tuple(map(float, stored["shares"]))
+            lost, fractions = torch.tensor(stored["lost"], dtype=torch.float32), tuple(map(float, stored["shares"]))
         except (KeyError, TypeError, ValueError) as error:
             raise FadeError("the table of head budgets is damaged; make the bundle again") from error
-        ascending = len(shares) > 1 and all(a < b for a, b in pairwise(shares)) and (shares[0], shares[-1]) == (0, 1)
-        whole = lost.ndim == 3 and lost.shape[2] == len(shares) and ascending
-        if not whole or not bool(((lost >= 0) & lost.isfinite()).all()):
+        ascending = len(fractions) > 1 and all(a < b for a, b in pairwise(fractions))
+        fits = lost.ndim == 3 and lost.shape[2] == len(fractions) and (fractions[0], fractions[-1]) == (0, 1)
+        if not (ascending and fits) or not bool(((lost >= 0) & lost.isfinite()).all()):
             raise FadeError("the table of head budgets is damaged; make the bundle again")
-        return cls(lost, shares)
+        return cls(lost, fractions)
 
     def refuse_other_heads(self, what: str, kv_heads: int | None, least: int, most: int | None) -> None:
         """Refuse a table that is not for a model's heads.
@@ -137,7 +137,8 @@ class HeadBudgets:
             FadeError: fewer or more layers, or other heads.
 
         Example:
-            >>> HeadBudgets(torch.zeros(2, 3, 2), shares=(0.0, 1.0)).refuse_other_heads("bundle x", 3, least=1, most=2)
+            >>> budgets = HeadBudgets(torch.zeros(2, 3, 2), fractions=(0.0, 1.0))
+            >>> budgets.refuse_other_heads("bundle x", 3, least=1, most=2)
         """
         layers, heads, _ = self.lost.shape
         if layers < least or (most is not None and layers > most) or kv_heads not in (None, heads):
@@ -152,21 +153,21 @@ class HeadBudgets:
 
 
 class LossTable:
-    """Sums of what each kv head lost at each share, over any number of batches; grows to the heads that it meets.
+    """Sums of what each kv head lost at each fraction, over any number of batches; grows to the heads that it meets.
 
     Attributes:
         total: [layers, H, K] float64. rows: [layers, H] float64, how many rows were added.
 
     Example:
-        >>> table, place = LossTable(shares=(0.0, 1.0)), torch.tensor([0, 0])
+        >>> table, place = LossTable(fractions=(0.0, 1.0)), torch.tensor([0, 0])
         >>> table.add(torch.tensor([[0.4, 0.0], [0.6, 0.0]]), layer=place, head=place)
         >>> table.budgets().lost
         tensor([[[0.5000, 0.0000]]])
     """
 
-    def __init__(self, shares: tuple[float, ...] = SHARES) -> None:
-        self.shares = shares
-        self.total = torch.zeros(0, 0, len(shares), dtype=torch.float64)
+    def __init__(self, fractions: tuple[float, ...] = FRACTIONS) -> None:
+        self.fractions = fractions
+        self.total = torch.zeros(0, 0, len(fractions), dtype=torch.float64)
         self.rows = torch.zeros(0, 0, dtype=torch.float64)
 
     def add(self, lost: Tensor, layer: Tensor, head: Tensor) -> None:
@@ -177,14 +178,18 @@ class LossTable:
         self.rows.index_put_(place, torch.ones(len(lost), dtype=torch.float64), accumulate=True)
 
     def merge(self, state: Mapping[str, Tensor]) -> None:
-        """Add what another table has counted, from its :meth:`state`."""
+        """Add what another table has counted.
+
+        Args:
+            state: from its :meth:`state`: ``total`` [layers, H, K] and ``rows`` [layers, H].
+        """
         self._grow(*state["rows"].shape)
         layers, heads = state["rows"].shape
         self.total[:layers, :heads] += state["total"]
         self.rows[:layers, :heads] += state["rows"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return the sums, for a checkpoint or another process."""
+        """Return the sums, ``total`` [layers, H, K] and ``rows`` [layers, H], for a checkpoint or another process."""
         return {"total": self.total, "rows": self.rows}
 
     def budgets(self) -> HeadBudgets:
@@ -198,7 +203,7 @@ class LossTable:
         if missing := (self.rows == 0).nonzero().tolist():
             layer, head = missing[0]
             raise FadeError(f"no row of layer {layer}, kv head {head} was seen; collect more traces, or validate later")
-        return HeadBudgets((self.total / self.rows[..., None]).float(), self.shares)
+        return HeadBudgets((self.total / self.rows[..., None]).float(), self.fractions)
 
     def _grow(self, layers: int, heads: int) -> None:
         more = max(layers - self.rows.shape[0], 0), max(heads - self.rows.shape[1], 0)
@@ -214,7 +219,7 @@ def learn_budgets(
     """Tabulate what each kv head loses, over the rows of a trace collection.
 
     Args:
-        score: gives [R, S] importance scores of a padded batch, as the cache will compute them.
+        score: gives the importance [R, S] of a padded batch's tokens, as the cache will compute it.
         batches: of rows with the target, ``eligible``, ``length``, ``layer`` and ``head``.
         target: what a dropped token would have received: ``target_max`` at its worst step, ``target_sum`` over all.
 
@@ -252,11 +257,12 @@ def _hull(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]
     for x, y in zip(xs, ys):
         least = min(least, y)
         point = (x, least)
-        while len(hull) > 1 and _turns_up(hull[-2], hull[-1], point):
+        while len(hull) > 1 and _above_chord(hull[-2], hull[-1], point):
             hull.pop()
         hull.append(point)
     return hull
 
 
-def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+def _above_chord(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    """Whether the middle one of three points lies on or above the line through the others."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])

@@ -40,7 +40,7 @@ class Predictor(nn.Module):
     """A trained network together with what it was made for.
 
     Attributes:
-        name: how it was asked for (directory or registry reference).
+        name: under which it was loaded (directory or registry reference).
         net: the network.
         spec: features it expects.
         provenance: the language model it was trained on.
@@ -75,7 +75,7 @@ class Predictor(nn.Module):
 
     @torch.no_grad()
     def forecast(self, features: PrefillFeatures) -> Tensor:
-        """Return the attention [H, S] expected of each token: ranked by the forecast, as large as the moving average."""
+        """Forecast the attention of each token, [H, S]: in the order of the network, as large as the moving average."""
         return scores.match_quantiles(self.log_importance(features).float(), features.tokens[..., LOG_EMA].exp())
 
     def check(self, model: Any, strict: bool = True) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from predictor.budgets import ALLOCATIONS, HeadBudgets, lost_curves
-from predictor.certificate import SHARE, ladder, upper_bound
+from predictor.certificate import QUANTILE, ladder, upper_bound
 
 RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>[\d.]+)")
 
@@ -29,7 +29,7 @@ def model_card(facts: Mapping[str, Any], parameters: int) -> str:
     """
     model, spec, manifest, metrics = (facts[key] for key in ("provenance", "spec", "manifest", "metrics"))
     geometry = ", ".join(str(model.get(key)) for key in ("layers", "kv_heads", "query_heads", "head_dim"))
-    told = {k: v for k, v in manifest.items() if isinstance(v, str | int | float)}
+    plain = {k: v for k, v in manifest.items() if isinstance(v, str | int | float)}
     return f"""---
 library_name: fade-predictor
 tags: [kv-cache, attention-prediction]
@@ -56,7 +56,7 @@ Attention recorded from that model: the last {spec["window"]} queries of each pr
 
 | | |
 |---|---|
-{_rows(told)}
+{_rows(plain)}
 {_recoveries(metrics)}{_certified(facts.get("certificate"))}## Budgets of heads
 
 {_spread(facts["budgets"])}{_lost(metrics)}
@@ -136,7 +136,7 @@ def _ladder(certificate: Mapping[str, Any] | None) -> str:
 
 The same on {len(rungs[0].kl)} texts of {", ".join(sorted(set(measured["texts"])))}:
 {measured["context"]:,} tokens, {measured["steps"]} decoded. `FadeConfig.risk(kl=...)` picks a budget from this table:
-with a confidence of .95, {SHARE:.0%} of texts like these stay below the bound.
+with a confidence of .95, {QUANTILE:.0%} of texts like these stay below the bound.
 
 | kept in the body | compression | KL, mean | KL, worst | bound |
 |---|---|---|---|---|
@@ -144,10 +144,10 @@ with a confidence of .95, {SHARE:.0%} of texts like these stay below the bound.
     lines = []
     for rung in rungs:
         kept = "all" if rung.int4_budget is None else f"{rung.int4_budget:.0%}"
-        bound = upper_bound(rung.kl, SHARE, 0.95)
-        told = f"{bound:.4f}" if bound < float("inf") else "too few texts"
+        bound = upper_bound(rung.kl, QUANTILE, 0.95)
+        stated = f"{bound:.4f}" if bound < float("inf") else "too few texts"
         mean = sum(rung.kl) / len(rung.kl)
-        lines.append(f"| {kept} | {rung.compression:.2f}x | {mean:.4f} | {max(rung.kl):.4f} | {told} |\n")
+        lines.append(f"| {kept} | {rung.compression:.2f}x | {mean:.4f} | {max(rung.kl):.4f} | {stated} |\n")
     return head + "".join(lines) + "\n"
 
 
@@ -155,11 +155,11 @@ def _spread(stored: dict[str, Any] | None) -> str:
     """How unequal the heads are, in a sentence."""
     if stored is None:
         return "None: all kv heads get the same."
-    shares = sorted(share for layer in HeadBudgets.from_dict(stored).allocate(0.25) for share in layer)
-    few, many = sum(share > 0.5 for share in shares), sum(share < 0.25 for share in shares)
+    kept = sorted(fraction for layer in HeadBudgets.from_dict(stored).allocate(0.25) for fraction in layer)
+    above_half, below_quarter = sum(one > 0.5 for one in kept), sum(one < 0.25 for one in kept)
     return (
-        f"When a quarter of the context may stay, {few} of {len(shares)} kv heads get more than half of it, "
-        f"{many} less than a quarter; the median is {shares[len(shares) // 2]:.0%}."
+        f"When a quarter of the context may stay, {above_half} of {len(kept)} kv heads get more than half of it, "
+        f"{below_quarter} less than a quarter; the median is {kept[len(kept) // 2]:.0%}."
     )
 
 

@@ -1,7 +1,7 @@
 """What a bundle promises: KL of held-out texts at a ladder of budgets, and the most compression it answers for.
 
-No distribution is assumed, and few texts are enough, because what is promised is a share of texts and not a mean: with
-the given confidence, at least that share of texts like the held-out ones stays below the target.
+No distribution is assumed, and few texts are enough, because what is promised is a quantile and not a mean: with the
+chosen confidence, at least that fraction of texts like the held-out ones stays below the target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from predictor.errors import FadeError
 
-SHARE = 0.8  # of texts; 14 texts are enough to answer for it with a confidence of .95
+QUANTILE = 0.8  # of texts; 14 texts are enough to answer for it with a confidence of .95
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Rung:
     """One budget of the ladder.
 
     Attributes:
-        int4_budget: share of the context kept in the body; None for all of it, in 4 bits.
+        int4_budget: fraction of the context kept in the body; None for all of it, in 4 bits.
         compression: of all texts together, as a 16-bit model has it.
         kl: KL(full || compressed) per token of each text, nats.
     """
@@ -35,42 +35,43 @@ class Rung:
         return {**asdict(self), "compression": round(self.compression, 4), "kl": [round(one, 7) for one in self.kl]}
 
 
-def confidence_below(texts: int, rank: int, share: float) -> float:
-    """Confidence that at least ``share`` of a population lies below the ``rank``-th smallest of so many draws.
+def confidence_below(texts: int, rank: int, quantile: float) -> float:
+    """Confidence that the ``rank``-th smallest of so many draws is above a quantile of the population.
 
     Source: Wilks 1941, Determination of Sample Sizes for Setting Tolerance Limits (Annals of Mathematical Statistics
-    12), section 2: the number of draws in the lower ``share`` is binomial.
+    12), section 2: the number of draws below the quantile is binomial.
 
     Example:
-        >>> round(confidence_below(texts=14, rank=14, share=0.8), 3)  # 1 - .8 ** 14
+        >>> round(confidence_below(texts=14, rank=14, quantile=0.8), 3)  # 1 - .8 ** 14
         0.956
     """
-    return sum(math.comb(texts, k) * share**k * (1 - share) ** (texts - k) for k in range(rank))
+    return sum(math.comb(texts, k) * quantile**k * (1 - quantile) ** (texts - k) for k in range(rank))
 
 
-def upper_bound(kl: Sequence[float], share: float, confidence: float) -> float:
-    """The smallest observed KL that at least ``share`` of such texts stay below, at the given confidence.
+def upper_bound(kl: Sequence[float], quantile: float, confidence: float) -> float:
+    """Upper confidence bound on a quantile of KL: the smallest observed KL that so many of such texts stay below.
 
     Args:
         kl: one number for each text, exchangeable with those that are to come.
+        quantile: fraction of texts that stays below. confidence: of the bound.
 
     Returns:
-        The bound, or infinity where so few texts say nothing of that share.
+        The bound, or infinity where so few texts say nothing of that quantile.
 
     Example:
-        >>> upper_bound([0.001 * n for n in range(1, 25)], share=0.8, confidence=0.95)
+        >>> upper_bound([0.001 * n for n in range(1, 25)], quantile=0.8, confidence=0.95)
         0.023
-        >>> upper_bound([0.001] * 8, share=0.8, confidence=0.95)
+        >>> upper_bound([0.001] * 8, quantile=0.8, confidence=0.95)
         inf
     """
     for rank, bound in enumerate(sorted(kl), start=1):
-        if confidence_below(len(kl), rank, share) >= confidence:
+        if confidence_below(len(kl), rank, quantile) >= confidence:
             return bound
     return math.inf
 
 
 def choose_rung(
-    certificate: Mapping[str, Any] | None, kl: float, confidence: float, share: float, name: str = "predictor"
+    certificate: Mapping[str, Any] | None, kl: float, confidence: float, quantile: float, name: str = "predictor"
 ) -> Rung:
     """Choose the strongest compression that a certificate answers for.
 
@@ -78,7 +79,7 @@ def choose_rung(
     fixed beforehand, up to the first failure, keeps the confidence for the rung that is chosen.
 
     Args:
-        certificate: of a bundle. kl: target, nats per token. confidence, share: of what is promised.
+        certificate: of a bundle. kl: target, nats per token. confidence, quantile: of what is promised.
         name: how messages call the bundle.
 
     Raises:
@@ -89,21 +90,21 @@ def choose_rung(
     """
     rungs = ladder(certificate, name)
     texts = len(rungs[0].kl)
-    if confidence_below(texts, texts, share) < confidence:
-        needed = math.ceil(math.log(1 - confidence) / math.log(share))
+    if confidence_below(texts, texts, quantile) < confidence:
+        needed = math.ceil(math.log(1 - confidence) / math.log(quantile))
         raise FadeError(
-            f"the certificate of {name} has {texts} texts, too few for confidence {confidence} on a share {share} of "
-            f"texts, which takes {needed}; certify it on more (python -m pipelines.certify), or ask for less"
+            f"the certificate of {name} has {texts} texts, too few for confidence {confidence} on a share {quantile} "
+            f"of texts, which takes {needed}; certify it on more (python -m pipelines.certify), or ask for less"
         )
-    bounds = [upper_bound(rung.kl, share, confidence) for rung in rungs]
+    bounds = [upper_bound(rung.kl, quantile, confidence) for rung in rungs]
     passed = 0
     while passed < len(rungs) and bounds[passed] <= kl:
         passed += 1
     if not passed:
         raise FadeError(
             f"no compression of {name} is certified for KL {kl}: with confidence {confidence} the least of them, "
-            f"{rungs[0].compression:.1f}x, stays below {bounds[0]:.4f} on a share {share} of texts; ask for that, or "
-            "use a full cache"
+            f"{rungs[0].compression:.1f}x, stays below {bounds[0]:.4f} on a share {quantile} of texts; ask for that, "
+            "or use a full cache"
         )
     return rungs[passed - 1]
 

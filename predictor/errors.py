@@ -2,7 +2,7 @@
 
 
 class FadeError(ValueError):
-    """A mistake that the user can mend, told in one line: what, which value, the remedy.
+    """A mistake that the user can mend, in one line: what, which value, the remedy.
 
     The command line prints the line and exits with status 2; ``--debug`` adds the traceback.
 

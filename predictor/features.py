@@ -20,7 +20,7 @@ from predictor.errors import FadeError
 
 FEATURES = ("log_ema", "log_ea", "log_mean", "log_max", "log_last", "log_snap", "key_norm", "value_norm", "age")
 LONGEST = 1 << 20  # steps, tokens of a block
-FLOOR = 1e-9  # smallest share of attention that a logarithm tells apart
+FLOOR = 1e-9  # smallest attention probability that a logarithm tells apart
 LAST = 8  # rows in the "log_last" feature
 EA_SINKS = 4  # queries of the attention sinks are left out of the moments: their norm is not typical
 
@@ -36,7 +36,7 @@ class FeatureSpec:
         horizon: future steps that Expected Attention averages over.
         names: token features, in order.
         version: of the definitions in this file.
-        hidden: whether keys before their rotation, and values, are given too.
+        hidden: whether keys before their rotation, and values, are recorded too.
     """
 
     window: int = 64
@@ -118,7 +118,7 @@ class PrefillFeatures:
 
 
 def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Tensor:
-    """Causal attention of a few queries, averaged over the query heads of each kv head.
+    """Causal attention of some queries, averaged over the query heads of each kv head.
 
     Args:
         query: [Hq, Q, D]; row i is the query at slot ``first + i``.
@@ -143,14 +143,16 @@ def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Te
     return scored.softmax(-1).mean(1)
 
 
-def causal_shares(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Iterator[tuple[int, int, Tensor]]:
-    """Causal attention of all queries of a prompt, some at a time, in one piece of memory that is used again.
+def causal_probabilities(
+    query: Tensor, key: Tensor, scaling: float, chunk: int = 64
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Causal attention of all queries of a prompt, a chunk at a time, in one buffer that is used again.
 
     Args:
         query: [Hq, S, D]. key: [H, S, D]. scaling: factor on the scores. chunk: queries at a time.
 
     Yields:
-        first and last slot + 1 of the queries, and their shares [H, G x steps, last] float32, to be used at once.
+        first and last slot + 1 of the queries, and their attention [H, G x steps, last] float32, to be used at once.
     """
     heads, slots, dim = key.shape
     grouped = (query * scaling).view(heads, -1, slots, dim)
@@ -180,8 +182,8 @@ def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Ten
         [H, S] float32, averaged over the query heads; slot j was visible to S - j queries.
     """
     mass = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
-    for _, seen, shares in causal_shares(query, key, scaling, chunk):
-        mass[:, :seen] += shares.sum(1)
+    for _, seen, probabilities in causal_probabilities(query, key, scaling, chunk):
+        mass[:, :seen] += probabilities.sum(1)
     return mass * len(key) / len(query)
 
 
@@ -200,18 +202,18 @@ def attention_and_mass(
     Example:
         >>> query, key, value = torch.randn(4, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8)
         >>> out, mass = attention_and_mass(query, key, value, 8**-0.5)
-        >>> shared = [t.repeat_interleave(2, 0) for t in (key, value)]
-        >>> right = torch.nn.functional.scaled_dot_product_attention(query, *shared, is_causal=True)
+        >>> repeated = [t.repeat_interleave(2, 0) for t in (key, value)]
+        >>> right = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True)
         >>> bool(torch.allclose(out, right, atol=1e-6)), bool(torch.equal(mass, h2o_mass(query, key, 8**-0.5)))
         (True, True)
     """
     heads, slots = key.shape[:2]
     out = value.new_empty(heads, len(query) // heads, slots, value.shape[2])
     mass = torch.zeros(heads, slots, dtype=torch.float32, device=key.device)
-    for first, seen, shares in causal_shares(query, key, scaling, chunk):
-        got = torch.bmm(shares.to(value.dtype), value[:, :seen])  # [H, G x steps, Dv]
+    for first, seen, probabilities in causal_probabilities(query, key, scaling, chunk):
+        got = torch.bmm(probabilities.to(value.dtype), value[:, :seen])  # [H, G x steps, Dv]
         out[:, :, first:seen] = got.unflatten(1, (out.shape[1], -1))
-        mass[:, :seen] += shares.sum(1)
+        mass[:, :seen] += probabilities.sum(1)
     return out.flatten(0, 1), mass * heads / len(query)
 
 
@@ -252,7 +254,7 @@ def expected_attention(query: Tensor, key: Tensor, scaling: float, table: rope.T
         table: rotary table of slots 0 .. S + horizon - 1, or None for models without rotation.
 
     Returns:
-        log of the expected share, [H, S] float32, averaged (as probabilities) over the query group.
+        log of the expected probability, [H, S] float32, averaged (as probabilities) over the query group.
 
     Source: Devoto et al. 2025, Expected Attention (arXiv 2510.00636), section 3, without the value norm.
     """
@@ -272,12 +274,13 @@ def expected_attention(query: Tensor, key: Tensor, scaling: float, table: rope.T
     keys = key.float() * scaling
     mean, cov = mean.view(heads, -1, mean.shape[-1]), cov.view(heads, -1, *cov.shape[1:])
     spread = torch.matmul(keys[:, None], cov).mul_(keys[:, None]).sum(-1)  # [H, G, S]
-    log_share = (torch.matmul(mean, keys.transpose(1, 2)) + spread / 2).log_softmax(-1)
-    return log_share.logsumexp(1) - math.log(log_share.shape[1])
+    log_probability = (torch.matmul(mean, keys.transpose(1, 2)) + spread / 2).log_softmax(-1)
+    return log_probability.logsumexp(1) - math.log(log_probability.shape[1])
 
 
-def _log(share: Tensor) -> Tensor:
-    return share.clamp(min=FLOOR).log()
+def floored_log(probability: Tensor) -> Tensor:
+    """Logarithm of attention probabilities [...], of which those below :data:`FLOOR` count as that; the same shape."""
+    return probability.clamp(min=FLOOR).log()
 
 
 def _log_norm(x: Tensor) -> Tensor:
@@ -320,12 +323,12 @@ def prefill_features(
         rows = torch.cat((rows[:, :1].expand(-1, spec.window - window, -1), rows), dim=1)
     age = torch.arange(slots, 0, -1, device=key.device, dtype=torch.float32)
     columns = {
-        "log_ema": _log(scores.ema(rows, spec.ema_decay)),
+        "log_ema": floored_log(scores.ema(rows, spec.ema_decay)),
         "log_ea": expected_attention(query, key, scaling, table, spec.horizon).clamp(min=math.log(FLOOR)),
-        "log_mean": _log(rows.mean(1)),
-        "log_max": _log(rows.amax(1)),
-        "log_last": _log(rows[:, -LAST:].mean(1)),
-        "log_snap": _log(scores.snapkv(rows)),
+        "log_mean": floored_log(rows.mean(1)),
+        "log_max": floored_log(rows.amax(1)),
+        "log_last": floored_log(rows[:, -LAST:].mean(1)),
+        "log_snap": floored_log(scores.snapkv(rows)),
         "key_norm": _log_norm(key),
         "value_norm": _log_norm(value),
         "age": (age.log() - math.log(1024)).expand(key.shape[0], -1),
@@ -338,6 +341,6 @@ def prefill_features(
 
 
 def _hidden(key: Tensor, value: Tensor, table: rope.Table | None, heads: Tensor) -> Hidden:
-    """Keys [H, S, D] turned back, in float32, and values."""
+    """Keys [H, S, D] with their rotation undone, in float32, and values."""
     plain = key.float() if table is None else rope.unrotate(key.float(), table[: key.shape[1]])
     return Hidden(plain, value.float(), *heads.unbind(-1))

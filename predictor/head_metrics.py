@@ -1,4 +1,4 @@
-"""Head budgets against each other on held-out traces: what is lost when each kv head keeps what it was given.
+"""Head budgets against each other on held-out traces: what is lost when each kv head keeps what it was allocated.
 
 ``max`` was learned from each token's worst coming step, ``sum`` from all steps together, ``uniform`` gives all heads
 the same. All are judged by the worst step: one step in which a needed token is missing is what spoils a text.
@@ -23,11 +23,11 @@ TARGETS = ("max", "sum")
 UNIFORM = "uniform"
 
 
-def lost_when_kept(shares: Sequence[Sequence[Sequence[float]]], scores: Tensor, batch: Batch) -> Tensor:
-    """Attention that each row loses at the worst step when its kv head keeps the given shares.
+def lost_when_kept(fractions: Sequence[Sequence[Sequence[float]]], scores: Tensor, batch: Batch) -> Tensor:
+    """Attention that each row loses at the worst step when its kv head keeps these fractions.
 
     Args:
-        shares: K allocations: for each layer, one share of the context for each kv head.
+        fractions: K allocations: for each layer, one fraction of the context for each kv head.
         scores: [R, S], higher = keep.
         batch: R rows with ``target_max``, ``eligible``, ``length``, ``layer`` and ``head``.
 
@@ -41,7 +41,7 @@ def lost_when_kept(shares: Sequence[Sequence[Sequence[float]]], scores: Tensor, 
         >>> lost_when_kept([[[0.5]], [[1.0]]], target, row)
         tensor([[0.3000, 0.0000]])
     """
-    kept = torch.tensor(shares, device=scores.device)[:, batch["layer"], batch["head"]].T  # [R, K]
+    kept = torch.tensor(fractions, device=scores.device)[:, batch["layer"], batch["head"]].T  # [R, K]
     return lost_attention(scores, batch["target_max"].float(), batch["eligible"], batch["length"], kept)
 
 
@@ -49,7 +49,7 @@ class HeadBudgetMetrics(nn.Module):
     """Attention lost at several budgets, head by head as learned and with all heads alike.
 
     Args:
-        budgets: kept shares of the context, besides sinks and window.
+        budgets: kept fractions of the context, besides sinks and window.
     """
 
     def __init__(self, budgets: Sequence[float] = BUDGETS) -> None:
@@ -65,7 +65,11 @@ class HeadBudgetMetrics(nn.Module):
         return {kind: list(cast("Iterable[RowMean]", each)) for kind, each in self._lost.items()}
 
     def update(self, net: ScoreNet, batch: Batch, learned: Mapping[str, HeadBudgets]) -> None:
-        """Add a batch; ``learned`` has a table for each target.
+        """Add a batch.
+
+        Args:
+            net: scores the tokens. batch: R padded trace rows of S tokens, [R, S].
+            learned: a table of head budgets for each target.
 
         Raises:
             FadeError: a row of a kv head that the tables lack.
@@ -78,8 +82,8 @@ class HeadBudgetMetrics(nn.Module):
             )
         scores = token_scores(net, batch)
         for kind, metrics in self.lost.items():
-            shares = [allocation(learned, kind, budget) for budget in self.budgets]
-            for metric, lost in zip(metrics, lost_when_kept(shares, scores, batch).T):
+            allocations = [allocation(learned, kind, budget) for budget in self.budgets]
+            for metric, lost in zip(metrics, lost_when_kept(allocations, scores, batch).T):
                 metric.update(lost)
 
     def values(self) -> dict[str, float]:
@@ -96,22 +100,22 @@ class HeadBudgetMetrics(nn.Module):
 
 
 def allocation(learned: Mapping[str, HeadBudgets], kind: str, budget: float) -> Sequence[Sequence[float]]:
-    """For each layer, one share for each kv head: learned for the target ``kind``, or the same for all."""
+    """For each layer, one fraction for each kv head: learned for the target ``kind``, or the same for all."""
     if kind != UNIFORM:
         return learned[kind].allocate(budget)
     layers, heads, _ = learned[TARGETS[0]].lost.shape
     return [[budget] * heads] * layers
 
 
-def rows_of_heads(budgets: HeadBudgets, shares: Sequence[float]) -> list[dict[str, float]]:
-    """Return one row a layer and kv head: the share that it keeps of each total share."""
-    allocations = {share: budgets.allocate(share) for share in shares}
+def rows_of_heads(budgets: HeadBudgets, fractions: Sequence[float]) -> list[dict[str, float]]:
+    """Return one row a layer and kv head: the fraction that it keeps when ``fractions`` are kept on average."""
+    allocations = {fraction: budgets.allocate(fraction) for fraction in fractions}
     layers, heads, _ = budgets.lost.shape
     return [
         {
             "layer": layer,
             "head": head,
-            **{f"kept_at_{share}": round(kept[layer][head], 5) for share, kept in allocations.items()},
+            **{f"kept_at_{fraction}": round(kept[layer][head], 5) for fraction, kept in allocations.items()},
         }
         for layer in range(layers)
         for head in range(heads)

@@ -24,7 +24,7 @@ def kept_counts(mask: Tensor, eligible: Tensor, budget: float) -> Tensor:
 
     Args:
         mask, eligible: [R, S] bool.
-        budget: share of the row's tokens, in (0, 1].
+        budget: fraction of the row's tokens, in (0, 1].
 
     Returns:
         [R] integers.
@@ -41,13 +41,13 @@ def _order(scores: Tensor, mask: Tensor, eligible: Tensor) -> Tensor:
 
 
 def recovery(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, budgets: Sequence[float]) -> Tensor:
-    """Share of the target's mass that falls on the kept tokens.
+    """Fraction of the target's mass that falls on the kept tokens.
 
     Args:
         scores: [R, S], higher = keep.
         target: [R, S] future attention, non-negative.
         mask, eligible: [R, S] bool.
-        budgets: kept shares of the context.
+        budgets: kept fractions of the context.
 
     Returns:
         [R, len(budgets)] in [0, 1].
@@ -66,7 +66,11 @@ def recovery(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, bud
 
 
 def middle_recovery(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, budget: float) -> Tensor:
-    """Share of the droppable tokens' mass that is kept: recovery without what every policy keeps anyway.
+    """Fraction of the droppable tokens' mass that is kept: recovery without what every policy keeps anyway.
+
+    Args:
+        scores: [R, S], higher = keep. target: [R, S], non-negative. mask, eligible: [R, S] bool.
+        budget: kept fraction of the context.
 
     Returns:
         [R] in [0, 1]; nan where no droppable token receives anything.
@@ -87,6 +91,9 @@ def middle_recovery(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tens
 
 def spearman(scores: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """Rank correlation of two rows over the masked-in places; ties share their mean rank.
+
+    Args:
+        scores, target: [R, S]. mask: [R, S] bool.
 
     Returns:
         [R] in [-1, 1]; nan where either row is constant.
@@ -124,7 +131,11 @@ def gap_closed(recovered: float, heuristic: float, oracle: float) -> float:
 
 
 def topk_recall(scores: Tensor, target: Tensor, mask: Tensor, eligible: Tensor, budget: float) -> Tensor:
-    """Share of the oracle's eligible tokens that the scores keep too, at the same budget.
+    """Fraction of the oracle's eligible tokens that the scores keep too, at the same budget.
+
+    Args:
+        scores: [R, S], higher = keep. target: [R, S], non-negative. mask, eligible: [R, S] bool.
+        budget: kept fraction of the context.
 
     Returns:
         [R] in [0, 1]; nan where the budget leaves no eligible token to choose.
@@ -142,7 +153,7 @@ class Recovery(Metric):
     """Mean of :func:`recovery` over rows, in all and by layer.
 
     Args:
-        budgets: kept shares of the context.
+        budgets: kept fractions of the context.
 
     Example:
         >>> metric = Recovery([0.5, 1.0])
@@ -173,7 +184,12 @@ class Recovery(Metric):
         layer: Tensor,
         head: Tensor | None = None,
     ) -> None:
-        """Add R rows; ``layer`` and ``head`` are [R], all of head 0 when not given."""
+        """Add R rows.
+
+        Args:
+            scores: [R, S], higher = keep. target: [R, S], non-negative. mask, eligible: [R, S] bool.
+            layer, head: [R] integers; all of head 0 when ``head`` is None.
+        """
         place = layer.long() * MAX_HEADS + (0 if head is None else head.long())
         self.total.index_add_(0, place, recovery(scores, target, mask, eligible, self.budgets))
         self.rows.index_add_(0, place, torch.ones_like(place, dtype=torch.float32))
@@ -183,12 +199,12 @@ class Recovery(Metric):
         return self.total.sum(0) / self.rows.sum()
 
     def by_layer(self) -> dict[int, Tensor]:
-        """Return the mean at each budget for each layer seen (of this process)."""
+        """Return the mean at each budget, [len(budgets)], for each layer seen (of this process)."""
         total, rows = self.total.unflatten(0, (-1, MAX_HEADS)).sum(1), self.rows.view(-1, MAX_HEADS).sum(1)
         return {i: total[i] / rows[i] for i in rows.nonzero().flatten().tolist()}
 
     def by_head(self) -> dict[tuple[int, int], Tensor]:
-        """Return the mean at each budget for each (layer, kv head) seen (of this process)."""
+        """Return the mean at each budget, [len(budgets)], for each (layer, kv head) seen (of this process)."""
         places = self.rows.nonzero().flatten().tolist()
         return {divmod(i, MAX_HEADS): self.total[i] / self.rows[i] for i in places}
 
@@ -220,13 +236,13 @@ class RowMean(Metric):
         self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, *tensors: Tensor) -> None:
-        """Add R rows."""
+        """Add R rows: ``tensors`` [R, ...] are what the function takes."""
         values = self.function(*tensors, **self.options)
         self.total += values.nansum()
         self.rows += values.isfinite().sum()
 
     def compute(self) -> Tensor:
-        """Return the mean."""
+        """Return the mean, []."""
         return self.total / self.rows
 
 
@@ -254,11 +270,11 @@ class RowQuantile(Metric):
         self.add_state("values", [], dist_reduce_fx="cat")
 
     def update(self, *tensors: Tensor) -> None:
-        """Add R rows."""
+        """Add R rows: ``tensors`` [R, ...] are what the function takes."""
         self.values.append(self.function(*tensors, **self.options).flatten())
 
     def compute(self) -> Tensor:
-        """Return the quantile, interpolated between rows."""
+        """Return the quantile, [], interpolated between rows."""
         values = torch.cat(list(self.values)) if isinstance(self.values, list) else self.values
         ranked, place = values.sort().values, self.q * (len(values) - 1)
         low = int(place)
@@ -291,13 +307,13 @@ class Calibration(Metric):
         self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, mass: Tensor, mask: Tensor) -> None:
-        """Add R rows."""
+        """Add R rows: ``logits`` [R, N], ``mass`` [R, N], non-negative, and ``mask`` [R, N] bool."""
         kl = tempered_kl(logits, mass, mask, temperatures().to(logits.device))
         self.total += kl.double().nansum(0)
         self.rows += kl[:, 0].isfinite().sum()
 
     def compute(self) -> Tensor:
-        """Return the temperature, within [1 / WIDEST, WIDEST], and the mean KL there; START and nan without rows."""
+        """Return [temperature, mean KL there]: within [1 / WIDEST, WIDEST], nats; START and nan without rows."""
         if self.rows == 0:
             return torch.tensor([START, float("nan")])
         return torch.tensor(best_temperature((self.total / self.rows).cpu()))

@@ -66,8 +66,8 @@ class PredictorModule(TraceModule):
     Args:
         net: the network, for example ``class_path: predictor.nets.TokenMLP``.
         loss: ``recovery`` lost at several budgets, ``listwise`` cross-entropy, ``listwise_mass``, where rows count by
-            their candidates' mass, ``kl``, ``bce`` on the top quarter, ``mse`` on logs or ``mse_share`` on shares
-            (:mod:`predictor.losses`).
+            their candidates' mass, ``kl``, ``bce`` on the top quarter, ``mse`` on logs or ``mse_share`` on
+            probabilities (:mod:`predictor.losses`).
         target: what is ranked by: ``sum`` or ``max`` of the attention over the following steps, or a ``blend``.
         steps: following steps that a block network forecasts from the end of the prompt; null for all recorded.
         every: steps between selections of a block network that re-selects while decoding: it forecasts their mean,
@@ -76,7 +76,7 @@ class PredictorModule(TraceModule):
         stride: judge each stride-th recorded step only after an epoch, when it re-selects.
         lr: peak learning rate of AdamW; it falls to zero over the epochs along a cosine.
         weight_decay: of AdamW.
-        budgets: kept shares of the context at which recovery is reported.
+        budgets: kept fractions of the context at which recovery is reported.
     """
 
     monitor = MONITOR
@@ -97,7 +97,7 @@ class PredictorModule(TraceModule):
         super().__init__()
         if loss not in LOSSES:
             raise FadeError(f"loss {loss!r} is not known; use one of {', '.join(LOSSES)}")
-        check_shares(budgets)
+        check_fractions(budgets)
         check_size(net)
         self.save_hyperparameters(ignore=["net"])
         self.net, self.loss, self.target, self.steps = net, loss, target, steps
@@ -116,7 +116,7 @@ class PredictorModule(TraceModule):
         self.register_buffer("calibrated", torch.tensor(False))
 
     def loss_of(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, on the candidates that a policy may drop."""
+        """Return the loss [] of a batch of R padded trace rows, on the candidates that a policy may drop."""
         if self.every is not None:
             return LOSSES[self.loss](*self._decode_rows(batch, self.every))
         if self.net.level == "token":
@@ -140,6 +140,7 @@ class PredictorModule(TraceModule):
         return logits.flatten(0, 1), mass.flatten(0, 1), candidates.flatten(0, 1)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss [] of a padded batch of R trace rows; the first of all sets the input scaling."""
         if not self.calibrated:
             self.net.calibrate(batch)  # the first batch sets the input scaling, for good
             for buffer in self.net.buffers():  # the same one in all processes
@@ -151,6 +152,7 @@ class PredictorModule(TraceModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Add a padded batch of R trace rows, [R, S] tokens, to the metrics."""
         self.metrics.update(self.net, batch)
         size = len(batch["length"])
         self.log("val/loss", self.loss_of(batch), batch_size=size, on_epoch=True, sync_dist=True)
@@ -188,14 +190,14 @@ class PredictorModule(TraceModule):
 class HeadBudgetModule(TraceModule):
     """Learn how much each kv head must keep, and hold that against the same for all on held-out documents.
 
-    What each head loses at each share is the mean over the rows, so one epoch is all that it takes and nothing is
+    What each head loses at each fraction is the mean over the rows, so one epoch is all that it takes and nothing is
     differentiated; sums are kept in float64, and those of several processes are added up.
 
     Args:
         scorer: bundle, reference or shipped name whose scores rank the tokens; null for the untrained closed form.
         lost: what a dropped token would have received: ``max``, at its worst coming step, or ``sum``, over all. Both
             are learned and compared; this one is kept.
-        shares: of the context, kept besides sinks and window, at which lost attention is reported.
+        shares: fractions of the context, kept besides sinks and window, at which lost attention is reported.
     """
 
     # no argument has the name of one of PredictorModule's: jsonargparse would carry that one's default over
@@ -209,7 +211,7 @@ class HeadBudgetModule(TraceModule):
         super().__init__()
         if lost not in TARGETS:
             raise FadeError(f"lost {lost!r} is not known; use one of {', '.join(TARGETS)}")
-        check_shares(shares)
+        check_fractions(shares)
         self.save_hyperparameters()
         self.target, self.metrics = lost, HeadBudgetMetrics(shares)
         net: ScoreNet = TokenMLP()
@@ -225,6 +227,7 @@ class HeadBudgetModule(TraceModule):
         return (self.manifest or {}).get("epoch", 0)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Add what R rows lose, [R, K], to the tables; return the mean [], which is not differentiated."""
         scores = token_scores(self.net, batch)
         for kind, table in self.counted.items():
             lost = lost_attention(scores, batch[f"target_{kind}"], batch["eligible"], batch["length"])
@@ -235,7 +238,7 @@ class HeadBudgetModule(TraceModule):
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the mean needs no gradient."""
+        """Nothing: the mean [] needs no gradient."""
 
     def configure_optimizers(self) -> None:
         return None
@@ -250,6 +253,7 @@ class HeadBudgetModule(TraceModule):
         self.learned = {kind: table.budgets() for kind, table in self._pooled().items()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Add a padded batch of R trace rows, [R, S] tokens, to the metrics."""
         self.metrics.update(self.net, batch, self.learned)
 
     def on_validation_epoch_end(self) -> None:
@@ -282,14 +286,14 @@ class HeadBudgetModule(TraceModule):
         return pooled
 
 
-def check_shares(budgets: tuple[float, ...]) -> None:
-    """Refuse budgets that are not shares.
+def check_fractions(budgets: tuple[float, ...]) -> None:
+    """Refuse budgets that are not fractions.
 
     Raises:
         FadeError: names the first of them.
 
     Example:
-        >>> check_shares((0.5, 1.0))
+        >>> check_fractions((0.5, 1.0))
     """
     if bad := [budget for budget in budgets if not 0 < budget <= 1]:
         raise FadeError(f"budget {bad[0]} is not a share of the context; use floats in (0, 1]")

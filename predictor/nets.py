@@ -60,6 +60,7 @@ class TokenMLP(ScoreNet):
 
     @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        """Standardise the features [R, S, F] over the real tokens."""
         self._standardise(batch["tokens"][batch["mask"]])
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -72,8 +73,8 @@ class TokenMLP(ScoreNet):
         Returns:
             [R, S] log importance.
         """
-        given = self.head(self.body(self._inputs(tokens, mask))).squeeze(-1)
-        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + given
+        residual = self.head(self.body(self._inputs(tokens, mask))).squeeze(-1)
+        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + residual
 
     def _inputs(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Each feature as it is, and relative to its row, [R, S, 2F]."""
@@ -85,13 +86,14 @@ class TokenMLP(ScoreNet):
         return self(batch["tokens"], batch["mask"])
 
     def log_importance(self, features: PrefillFeatures) -> Tensor:
+        """As :meth:`ScoreNet.log_importance`, [H, S] from ``features.tokens`` [H, S, F]."""
         return self(features.tokens)
 
 
 class HiddenMLP(TokenMLP):
     """The same over what the token is as well: its key before the rotation, and its value.
 
-    Each kv head has a few directions of its own (``probe``) in the space of its keys and values; what a token measures
+    Each kv head has some directions of its own (``probe``) in the space of its keys and values; what a token measures
     along them joins its features. Vectors enter relative to their row: less its mean, in units of its mean spread.
 
     Args:
@@ -155,14 +157,20 @@ class HiddenMLP(TokenMLP):
         inputs = torch.cat(both, dim=-1) @ self.probe[vectors.layer, vectors.head]  # [R, S, probes]
         if not self.attention:
             return self.head(self.body(inputs)).squeeze(-1)
-        given = self.head(self.body(torch.cat((self._inputs(tokens, mask), inputs), dim=-1))).squeeze(-1)
-        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + given
+        residual = self.head(self.body(torch.cat((self._inputs(tokens, mask), inputs), dim=-1))).squeeze(-1)
+        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + residual
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Score a padded batch of traces with keys and values, [R, S]."""
         vectors = (batch[name] for name in ("key", "value", "layer", "head"))
         return self(batch["tokens"], Hidden(*vectors), batch["mask"])
 
     def log_importance(self, features: PrefillFeatures) -> Tensor:
+        """As :meth:`ScoreNet.log_importance`, [H, S] from tokens [H, S, F], keys and values [H, S, D].
+
+        Raises:
+            FadeError: the features have no keys and values.
+        """
         if features.hidden is None:
             raise FadeError("this network reads keys and values; give it a feature spec with hidden=True")
         return self(features.tokens, features.hidden)

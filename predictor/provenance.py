@@ -108,11 +108,11 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def head_dim(config: Any) -> int:
-    """Head dimension of a text config, given or derived from the hidden size."""
-    return _given(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    """Head dimension of a text config, its own or derived from the hidden size."""
+    return _option(config, "head_dim") or config.hidden_size // config.num_attention_heads
 
 
-def _given(config: Any, name: str) -> Any:
+def _option(config: Any, name: str) -> Any:
     """An option of a config; where layers have their own (Gemma 4) the general one, which ``getattr`` refuses."""
     return vars(config)[name] if name in vars(config) else getattr(config, name, None)
 
@@ -121,18 +121,17 @@ def model_provenance(model: Any, tokenizer: Any = None, like: Mapping[str, Any] 
     """Describe a causal language model so that a predictor can be held to it.
 
     Args:
-        model: the model. tokenizer: enters when given.
+        model: the model. tokenizer: enters unless it is None.
         like: what it is to be compared with; one of an earlier release has a fingerprint of another kind.
 
     Returns:
-        A JSON-able dictionary: architecture, head geometry, RoPE, weights fingerprint and, when a tokenizer is
-        given, its hash.
+        A JSON-able dictionary: architecture, head geometry, RoPE, weights fingerprint and, with a tokenizer, its hash.
     """
     config = model.config.get_text_config(decoder=True)
     facts: dict[str, Any] = {
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
-        "kv_heads": _given(config, "num_key_value_heads") or config.num_attention_heads,
+        "kv_heads": _option(config, "num_key_value_heads") or config.num_attention_heads,
         "query_heads": config.num_attention_heads,
         "head_dim": head_dim(config),
         "vocab_size": config.vocab_size,

@@ -11,7 +11,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from predictor.batches import Batch, block_mass, block_targets, heads_of
-from predictor.calibration import kl_divergence
+from predictor.calibration import masked_kl
 from predictor.heuristics import GATE, HEURISTICS, best_heuristic, measured
 from predictor.metrics import (
     Calibration,
@@ -102,10 +102,10 @@ class RankingMetrics(RecoveryMetrics):
             }
         )
         self.spearman = RowMean(_spearman)
-        self.kl, self.calibration = RowMean(kl_divergence), Calibration()
+        self.kl, self.calibration = RowMean(masked_kl), Calibration()
 
     def update(self, net: ScoreNet, batch: Batch) -> None:
-        """Add a padded batch of R trace rows (:func:`data.dataset.collate`), ranked by ``net``."""
+        """Add a padded batch of R trace rows of S tokens (``mask`` [R, S] and so on), ranked by ``net``."""
         mask, eligible, target = batch["mask"], batch["eligible"], batch["target_sum"]
         scored = {"net": token_scores(net, batch), "oracle": target}  # [R, S] each
         scored |= {name: score(batch) for name, score in HEURISTICS.items() if name != "h2o" or "h2o" in batch}

@@ -30,7 +30,7 @@ EXPERIMENT = "fade-register"
 ARTEFACT = "bundle"  # folder of a registering run that holds the bundle
 SHIPPED = Path(__file__).with_name("bundles")  # bundles that come with the package
 PATIENCE = 10.0  # seconds that a server or a locked database is waited for
-LIBRARIES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "requests", "urllib3")  # whose errors are told in one line
+LIBRARIES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "requests", "urllib3")  # whose errors become one line
 EXISTS = "RESOURCE_ALREADY_EXISTS"  # MLflow's code for what somebody else has made first
 _held = threading.local()  # files that this thread has for itself
 REFERENCE = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[^/@]+))")
@@ -98,7 +98,7 @@ def open_experiment(name: str, tracking_uri: str | None = None) -> tuple[str, st
     """
     client = _client(tracking_uri)
     uri, location = resolve_store(tracking_uri)
-    with _told(uri), _alone(uri):
+    with _one_line_errors(uri), _alone(uri):
         _experiment(client, name, location)
     return uri, location
 
@@ -110,7 +110,7 @@ def _client(tracking_uri: str | None, must_exist: bool = False) -> Any:
     _refuse_silent(uri, write=not must_exist)
     from mlflow import MlflowClient
 
-    with _told(uri), _alone(uri):  # two processes that make the tables of a new file get in each other's way
+    with _one_line_errors(uri), _alone(uri):  # two processes that make the tables of a new file get in each other's way
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
@@ -128,7 +128,7 @@ def _refuse_silent(uri: str, write: bool) -> None:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLError):
-                return  # it answers, and MLflow may be told to trust it
+                return  # it answers, and MLflow may have been set to trust it
             raise FadeError(
                 f"tracking server {uri} does not answer ({reason}); start it, or check the address"
             ) from error
@@ -144,7 +144,7 @@ def _refuse_silent(uri: str, write: bool) -> None:
 
 
 @contextmanager
-def _told(uri: str) -> Iterator[None]:
+def _one_line_errors(uri: str) -> Iterator[None]:
     """Turn what MLflow, its database or the network raise into one line."""
     try:
         yield
@@ -239,7 +239,7 @@ def register_bundle(
         raise FadeError(f"model name {name!r} may hold letters, digits, '.', '_' and '-' only")
     client = _client(tracking_uri)
     uri, location = resolve_store(tracking_uri)
-    with _told(uri), _alone(uri):
+    with _one_line_errors(uri), _alone(uri):
         where = _experiment(client, EXPERIMENT, location)
         run_id = client.create_run(where, run_name=name).info.run_id
         before, version = None, None
@@ -284,7 +284,7 @@ def set_alias(name: str, alias: str, version: int, tracking_uri: str | None = No
     """
     client = _client(tracking_uri, must_exist=True)
     uri, _ = resolve_store(tracking_uri)
-    with _told(uri), _alone(uri):
+    with _one_line_errors(uri), _alone(uri):
         _find(client, f"models:/{name}/{version}")
         client.set_registered_model_alias(name, alias, str(version))
 
@@ -306,7 +306,7 @@ def load_predictor(ref: str | Path | Predictor, tracking_uri: str | None = None)
     text = str(ref)
     if text.startswith("models:"):
         client = _client(tracking_uri, must_exist=True)
-        with _told(resolve_store(tracking_uri)[0]):
+        with _one_line_errors(resolve_store(tracking_uri)[0]):
             version = _find(client, text)
         from mlflow.artifacts import download_artifacts
         from mlflow.exceptions import MlflowException

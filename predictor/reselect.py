@@ -1,8 +1,12 @@
 """Re-selection while decoding: which blocks to read next, chosen again every few steps from the rows seen so far.
 
-At each step a selection keeps a share of the blocks that exist. The attention sinks and the recent window are always
+At each step a selection keeps a fraction of the blocks that exist. The attention sinks and the recent window are always
 kept and count in the budget, and so do blocks that are younger than the selection. All contestants are judged on the
 same steps: the network, each moving average of the bank, what was fixed at the end of the prompt, and the oracle.
+
+This is a study: networks are trained (``every`` of :class:`predictor.module.PredictorModule`) and compared
+(``pipelines.reselect``) on recorded attention. The cache selects once, at the end of a prompt, and uses none of it.
+
 Shapes: R rows (one document, layer, kv head each), W history steps, T recorded steps, M blocks of prompt and future.
 """
 
@@ -15,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from predictor.batches import Batch, block_mass, heads_of
-from predictor.calibration import kl_divergence
+from predictor.calibration import masked_kl
 from predictor.errors import FadeError
 from predictor.features import block_sizes
 from predictor.heuristics import GATE
@@ -39,7 +43,7 @@ def timeline(batch: Batch) -> Tensor:
 
 
 def block_of(batch: Batch) -> int:
-    """Tokens in a block."""
+    """Tokens in a block: the largest of ``block_size`` [R, N]."""
     return int(batch["block_size"].max())
 
 
@@ -65,7 +69,13 @@ def blocks_at(batch: Batch, steps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def horizon_mass(line: Tensor, window: int, steps: Tensor, horizon: int) -> Tensor:
-    """Mean mass over the ``horizon`` rows from each step on, or as many as were recorded, [R, P, M].
+    """Mean mass over the ``horizon`` rows from each step on, or as many as were recorded.
+
+    Args:
+        line: [R, L, M] attention mass. window: rows before the first step. steps: [P]. horizon: rows averaged.
+
+    Returns:
+        [R, P, M].
 
     Example:
         >>> line = torch.tensor([[[9.0], [1.0], [3.0], [5.0]]])
@@ -98,7 +108,7 @@ class ReselectMetrics(RecoveryMetrics):
 
     Args:
         every: steps between selections.
-        budgets: kept shares of the blocks; the gate's is always among them.
+        budgets: kept fractions of the blocks; the gate's is always among them.
         stride: judge each stride-th step only; a selection is still held for ``every`` steps.
 
     Raises:
@@ -112,11 +122,11 @@ class ReselectMetrics(RecoveryMetrics):
         self.every, self.stride = every, stride
         self.worst = RowQuantile(recovery, WORST, budgets=[GATE])
         self.recall = RowMean(topk_recall, budget=GATE)
-        self.calibration, self.kl = Calibration(), RowMean(kl_divergence)
+        self.calibration, self.kl = Calibration(), RowMean(masked_kl)
 
     @torch.no_grad()
     def update(self, net: ScoreNet, batch: Batch) -> None:
-        """Add a batch.
+        """Add a padded batch of R trace rows with ``history_mean`` [R, W, N] and ``future_mean`` [R, T, M].
 
         Raises:
             FadeError: a network that does not forecast blocks.
@@ -127,10 +137,10 @@ class ReselectMetrics(RecoveryMetrics):
         existing, droppable = blocks_at(batch, made)
         forecasts = block_net(net).forecasts(line, window + made, existing, heads_of(batch))
         truth = horizon_mass(line, window, made, self.every)
-        given = {"net": forecasts, "oracle": truth} | averages(line, window + made)
+        forecast_by = {"net": forecasts, "oracle": truth} | averages(line, window + made)
 
         size, length = block_of(batch), batch["length"]
-        inforce = {name: held(made_of, length, made, size)[:, of_step] for name, made_of in given.items()}
+        inforce = {name: held(each, length, made, size)[:, of_step] for name, each in forecast_by.items()}
         start = averages(line, torch.tensor([window], device=line.device))[FIXED].expand(-1, len(steps), -1)
         inforce["fixed"] = held(start, length, torch.zeros_like(steps), size)
 
@@ -155,7 +165,14 @@ class ReselectMetrics(RecoveryMetrics):
 
 
 def averages(line: Tensor, at: Tensor) -> dict[str, Tensor]:
-    """Each moving average over the rows before some places in a timeline, [R, P, M] by name."""
+    """Each moving average over the rows before some places in a timeline.
+
+    Args:
+        line: [R, L, M] attention mass. at: [P] places.
+
+    Returns:
+        name -> [R, P, M].
+    """
     banks = torch.einsum("pkl,rln->krpn", average_weights(at, line.shape[1], DECAYS), line)
     return dict(zip(AVERAGES, banks))
 

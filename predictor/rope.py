@@ -1,7 +1,7 @@
 """Rotary position embedding and its inverse, by the model's own code.
 
-The angles come from the rotary module that the model itself uses; which channels they turn, from the function of its
-modeling file that turns keys, which :class:`Rotary` tries out on unit vectors. So every scheme (linear, llama3,
+The angles come from the rotary module that the model itself uses; which channels they rotate, from the function of its
+modeling file that rotates keys, which :class:`Rotary` tries out on unit vectors. So every scheme (linear, llama3,
 dynamic, yarn, longrope, proportional), pairing (halves or neighbours) and layout of the module's output ends in one
 :class:`Table`, which :func:`rotate` and :func:`unrotate` apply. Channels past the width of the table are left alone
 (partial rotary).
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from predictor.errors import FadeError
 
-APPLY = "apply_rotary_pos_emb"  # what modeling files call the function that turns queries and keys
+APPLY = "apply_rotary_pos_emb"  # what modeling files call the function that rotates queries and keys
 SLIDING_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
 
 
@@ -33,7 +33,7 @@ class Table:
 
     Attributes:
         cos, sin: [..., L, Dr] float32, one entry for each channel; attention scaling (yarn, longrope) is inside.
-        interleaved: channel 2i is turned with 2i + 1; else channel i with i + Dr / 2.
+        interleaved: channel 2i is rotated with 2i + 1; else channel i with i + Dr / 2.
     """
 
     cos: Tensor
@@ -149,19 +149,19 @@ class Rotary:
         """What the modeling file does with angles of [L, width]: found by passing unit vectors through it.
 
         Returns:
-            For each channel of a key the channel of the angles that turns it; the sign of the sine; interleaved.
+            For each channel of a key the channel of the angles that rotates it; the sign of the sine; interleaved.
         """
         units = torch.eye(width, device=device)
         none, every = torch.zeros_like(units), torch.ones(1, width, device=device)
         try:
             dim = width
-            kept = self._turn(torch.ones(1, dim, device=device), units, none)[0]  # [width, Dr]
+            kept = self._rotate(torch.ones(1, dim, device=device), units, none)[0]  # [width, Dr]
         except RuntimeError:  # shapes do not fit: angles that are named once for each pair
             dim = 2 * width
-            kept = self._turn(torch.ones(1, dim, device=device), units, none)[0]
-        crossed = self._turn(torch.ones(1, dim, device=device), none, units)[0]
+            kept = self._rotate(torch.ones(1, dim, device=device), units, none)[0]
+        crossed = self._rotate(torch.ones(1, dim, device=device), none, units)[0]
         channels = torch.eye(dim, device=device)
-        partners = self._turn(channels, none[:1], every)[:, 0]  # [Dr, Dr]
+        partners = self._rotate(channels, none[:1], every)[:, 0]  # [Dr, Dr]
         source = kept.argmax(0)
         if torch.equal(kept, units[:, source]) and torch.equal(crossed.abs(), kept):
             for sign, interleaved in itertools.product((1, -1), (False, True)):
@@ -169,17 +169,17 @@ class Rotary:
                     return source.tolist(), sign, interleaved
         raise self._refusal(f"its {APPLY} pairs channels in another way")
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Let the modeling file rotate each x [P, Dr] by all angles [L, width]: [P, L, Dr] float32."""
         if self._apply is None:
             raise self._refusal(f"its modeling file has no {APPLY}")
         x = x[None, :, None].expand(-1, -1, len(cos), -1)
         both = (x, x[:, :0]) if "k" in inspect.signature(self._apply).parameters else (x,)
-        turned = self._apply(*both, cos=cos[None], sin=sin[None])
-        turned = turned if isinstance(turned, Tensor) else turned[0]
-        if turned.shape != x.shape:
-            raise RuntimeError(f"{APPLY} makes {tuple(turned.shape)} of {tuple(x.shape)}")
-        return turned[0]
+        rotated = self._apply(*both, cos=cos[None], sin=sin[None])
+        rotated = rotated if isinstance(rotated, Tensor) else rotated[0]
+        if rotated.shape != x.shape:
+            raise RuntimeError(f"{APPLY} makes {tuple(rotated.shape)} of {tuple(x.shape)}")
+        return rotated[0]
 
     def _refusal(self, why: str) -> FadeError:
         return FadeError(
@@ -198,7 +198,7 @@ def find_rotary(model: Any) -> Rotary | None:
 
 
 def _apply_function(decoder: nn.Module) -> Callable[..., Any] | None:
-    """The function that turns keys in the file that the decoder, or the class it was made from, is defined in."""
+    """The function that rotates keys in the file that the decoder, or the class it was made from, is defined in."""
     files = (vars(sys.modules[cls.__module__]) for cls in type(decoder).__mro__)
     return next((file[APPLY] for file in files if APPLY in file), None)
 
@@ -229,13 +229,20 @@ def rotate(x: Tensor, table: Table | None) -> Tensor:
     if table is None:
         return x
     width = table.cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
-    turned = turned * table.cos.to(x.dtype) + _swap(turned, table.interleaved) * table.sin.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated, rest = x[..., :width], x[..., width:]
+    rotated = rotated * table.cos.to(x.dtype) + _swap(rotated, table.interleaved) * table.sin.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def unrotate(x: Tensor, table: Table | None) -> Tensor:
-    """Undo :func:`rotate`, scaling included: ``unrotate(rotate(x, t), t) == x``."""
+    """Undo :func:`rotate`, scaling included: ``unrotate(rotate(x, t), t) == x`` but for rounding.
+
+    Args:
+        x: [..., L, D] rotated. table: of the L positions, [..., L, Dr]; None for a layer that does not rotate.
+
+    Returns:
+        [..., L, D] in the dtype of ``x``.
+    """
     if table is None:
         return x
     scale = table.cos.square() + table.sin.square()  # 1, or the square of the scheme's attention scaling

@@ -45,7 +45,7 @@ class ScoreNet(nn.Module, ABC):
 
     @abstractmethod
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
-        """Set the input scaling from a batch of traces."""
+        """Set the input scaling from R padded trace rows: ``tokens`` [R, S, F], ``history_mean`` [R, W, N]."""
 
     @abstractmethod
     def log_importance(self, features: PrefillFeatures) -> Tensor:
@@ -153,8 +153,15 @@ class BlockNet(ScoreNet):
         out = self(windows.flatten(0, 1), mask.flatten(0, 1), each)
         return out.unflatten(0, mask.shape[:2])
 
-    def log_share(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
-        """Return the calibrated log of each block's share of the next attention, [R, N]; -inf on padding."""
+    def log_probability(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
+        """Return the calibrated log probability that the next attention falls on each block.
+
+        Args:
+            history: [R, W, N]. mask: [R, N]. heads: [R, 2]; all as in :meth:`forward`.
+
+        Returns:
+            [R, N], normalised over the blocks; -inf on padding.
+        """
         logits = self(history, mask, heads) / self.temperature
         return (logits if mask is None else logits.masked_fill(~mask, -math.inf)).log_softmax(-1)
 

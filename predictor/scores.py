@@ -14,6 +14,12 @@ from torch.nn.functional import avg_pool1d
 def position(slots: Tensor) -> Tensor:
     """Score a token by its slot: the newest are kept.
 
+    Args:
+        slots: [..., S] integers.
+
+    Returns:
+        [..., S] float32.
+
     Source: Xiao et al. 2023, StreamingLLM (arXiv 2309.17453), section 3.2.
     """
     return slots.float()
@@ -25,6 +31,9 @@ def h2o(mass: Tensor, visible: Tensor) -> Tensor:
     Args:
         mass: [..., S] attention received, summed over queries.
         visible: [..., S] number of queries that could see the token.
+
+    Returns:
+        [..., S] float32.
 
     Source: Zhang et al. 2023, H2O (arXiv 2306.14048), section 4.2, divided by the number of queries, without which
     early tokens always win.
@@ -62,6 +71,12 @@ def ema(rows: Tensor, decay: float = 0.95) -> Tensor:
 def snapkv(rows: Tensor, kernel: int = 5) -> Tensor:
     """Mean of the last window's attention rows, average-pooled over neighbours.
 
+    Args:
+        rows: [..., W, S] attention. kernel: tokens that are pooled.
+
+    Returns:
+        [..., S] float32.
+
     Source: Li et al. 2024, SnapKV (arXiv 2404.14469), section 4.2; average-pool 5 as measured best here.
     """
     mean = rows.float().mean(dim=-2)
@@ -71,7 +86,14 @@ def snapkv(rows: Tensor, kernel: int = 5) -> Tensor:
 
 
 def ema_ea(log_ema: Tensor, log_ea: Tensor) -> Tensor:
-    """Closed form: log EMA plus log Expected Attention, the geometric mean of the two forecasts."""
+    """Closed form: log EMA plus log Expected Attention, which ranks as the geometric mean of the two forecasts does.
+
+    Args:
+        log_ema, log_ea: [..., S].
+
+    Returns:
+        [..., S].
+    """
     return log_ema + log_ea
 
 

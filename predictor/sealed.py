@@ -93,7 +93,7 @@ class Sealed:
         """Write a directory, whole or not at all; one of the same kind at ``path`` is replaced.
 
         Args:
-            path: of the directory. facts: JSON-able. tensors: contiguous ones.
+            path: of the directory. facts: JSON-able. tensors: of any shape [...], by name.
             more: other text files, name -> text; they are not under the checksum.
             shared: whether others may read the tensors; safetensors writes for the owner only.
 
@@ -161,6 +161,9 @@ class Sealed:
         Args:
             path: of the directory. name: how messages call it. facts: its facts.
             check: gets dtypes and shapes before any tensor is allocated, and raises.
+
+        Returns:
+            tensors [...] by name, on the CPU, of the dtypes and shapes that were written.
 
         Raises:
             FadeError: damaged.

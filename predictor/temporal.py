@@ -21,7 +21,7 @@ from predictor.features import FLOOR
 from predictor.scorenet import LEAST, BlockNet
 
 FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
-SHARP = 4.0  # of the softplus, in units of an even share: it changes only what is near nothing
+SHARP = 4.0  # of the softplus, in units of an even spread: it changes only what is near nothing
 DECAYS = (0.0, 0.5, 0.7, 0.85, 0.95, 0.99)
 PACE = 3.0  # at which a head's own numbers move, against weights that every row trains
 
@@ -31,7 +31,7 @@ class BlockCNN(BlockNet):
 
     The published stack (3x3, 3x3, mean over time, 1x1), as a residual on the log of the moving average of each
     block's mass. It sees three planes: the log of the mass, the same against the moving average, and the time, which
-    the mean would otherwise forget. A block's forecast is spread over its tokens by their share of the average.
+    the mean would otherwise forget. A block's forecast is spread over its tokens in proportion to their averages.
 
     Args:
         window: history steps W.
@@ -73,10 +73,12 @@ class BlockCNN(BlockNet):
 
     @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        """Standardise the log of block mass [R, W, N] over the real blocks."""
         log = block_mass(batch).clamp(min=FAINT).log()
         self._standardise(log.transpose(1, 2)[batch["block_mask"]].reshape(-1, 1))
 
     def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
+        """As :meth:`BlockNet.forward`, [R, N] from a history [R, W, N]."""
         real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
         real = real[:, None, None]  # [R, 1, 1, N]
         base = scores.ema(history, self.ema_decay).clamp(min=FLOOR).log()  # [R, N]
@@ -90,10 +92,10 @@ class BlockCNN(BlockNet):
 
 
 class PublishedCNN(BlockNet):
-    """AttentionPredictor's network as published: shares in, shares out, no residual; train it with ``mse_share``.
+    """AttentionPredictor's network as published: mass in, mass out, no residual; train it with ``mse_share``.
 
-    It stands beside :class:`BlockCNN` for comparison. Shares are in units of their mean, or it would train for ever. A
-    sharp softplus, the identity but for shares near nothing, keeps a forecast positive, so that it has a logarithm.
+    It stands beside :class:`BlockCNN` for comparison. Mass is in units of its mean, or it would train for ever. A
+    sharp softplus, the identity but for mass near nothing, keeps a forecast positive, so that it has a logarithm.
 
     Args:
         window: history steps W.
@@ -122,15 +124,17 @@ class PublishedCNN(BlockNet):
 
     @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        """Set the unit of mass, its mean over the real blocks of [R, W, N]."""
         self.scale.copy_(block_mass(batch).transpose(1, 2)[batch["block_mask"]].mean())
 
     def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
+        """As :meth:`BlockNet.forward`, [R, N] from a history [R, W, N]."""
         real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
         real = real[:, None, None]  # [R, 1, 1, N]
         image = torch.relu(self.first(history[:, None] / self.scale * real)) * real
         pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
-        share = softplus(self.head(pooled).squeeze(1), beta=SHARP) * self.scale
-        return share.clamp(min=FLOOR).log()
+        mass = softplus(self.head(pooled).squeeze(1), beta=SHARP) * self.scale
+        return mass.clamp(min=FLOOR).log()
 
 
 def average_weights(at: Tensor, steps: int, decays: Sequence[float]) -> Tensor:
@@ -196,7 +200,7 @@ class EmaBank(BlockNet):
 
     It keeps no history: :func:`advance` updates the bank with each row, and :meth:`forecast` reads it, so that it can
     re-select blocks while decoding. It sees each average against the base, the base itself, the base relative to the
-    row's mean and spread, and the block's age. Where it is told the layers and kv heads of the language model, each
+    row's mean and spread, and the block's age. Where it knows the layers and kv heads of the language model, each
     head scales and shifts the channels of both convolutions by numbers of its own: one follows the last row, another
     what it has attended to for long.
 
@@ -244,25 +248,28 @@ class EmaBank(BlockNet):
         self.register_buffer("scale", torch.ones(inputs))
 
     def config(self) -> dict[str, Any]:
-        shared = {"decays": list(self.decays), "base": self.base, "hidden": self.hidden, "block": self.block}
-        return {**shared, "layers": self.layers, "kv_heads": self.kv_heads}
+        common = {"decays": list(self.decays), "base": self.base, "hidden": self.hidden, "block": self.block}
+        return {**common, "layers": self.layers, "kv_heads": self.kv_heads}
 
     @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
+        """Standardise each input channel [R, C, N] over the real blocks."""
         history, mask = block_mass(batch), batch["block_mask"]
         inputs = self._inputs(self.bank(history), mask)
         self._standardise(inputs.transpose(1, 2)[mask])
 
     def bank(self, history: Tensor) -> Tensor:
-        """Return the averages [..., K, N] over all rows of a history [..., L, N]."""
+        """Return the moving averages [..., K, N] over all rows of a history [..., L, N]."""
         steps = history.shape[-2]
         weights = average_weights(torch.tensor([steps], device=history.device), steps, self.decays)
         return weights[0] @ history
 
     def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
+        """As :meth:`BlockNet.forward`, [R, N] from a history [R, W, N]."""
         return self.forecast(self.bank(history), mask, heads)
 
     def forecasts(self, timeline: Tensor, at: Tensor, mask: Tensor, heads: Tensor | None = None) -> Tensor:
+        """As :meth:`BlockNet.forecasts`, [R, P, N], but over all rows [R, L, N] before a step and not only W."""
         weights = average_weights(at, timeline.shape[1], self.decays)
         banks = torch.einsum("pkl,rln->rpkn", weights, timeline)
         each = None if heads is None else heads.repeat_interleave(len(at), 0)
@@ -278,7 +285,7 @@ class EmaBank(BlockNet):
             [R, N], unnormalised.
 
         Raises:
-            FadeError: it knows the heads apart and is not told which these are, or they are of another model.
+            FadeError: it knows the heads apart and ``heads`` is None, or they are of another model.
         """
         mask = torch.ones_like(bank[:, 0], dtype=torch.bool) if mask is None else mask
         real = mask[:, None].to(bank)
@@ -292,13 +299,13 @@ class EmaBank(BlockNet):
         """What scales and shifts the channels of either convolution, [R, 2, 2, C]; zeros [1, 2, 2, C] if shared."""
         if not self.layers:
             return self.head.weight.new_zeros(1, 2, 2, self.hidden)
-        told = f"{type(self).__name__} is for {self.layers} layers of {self.kv_heads} kv heads"
+        built_for = f"{type(self).__name__} is for {self.layers} layers of {self.kv_heads} kv heads"
         if heads is None:
-            raise FadeError(f"{told} and is not told whose rows these are; give it heads, [R, 2]")
+            raise FadeError(f"{built_for} and is not told whose rows these are; give it heads, [R, 2]")
         layer, head = heads.unbind(-1)
         found = int(layer.max()) + 1, int(head.max()) + 1
         if found[0] > self.layers or found[1] > self.kv_heads:
-            raise FadeError(f"{told}, and meets {found[0]} and {found[1]}; set them to those of the model")
+            raise FadeError(f"{built_for}, and meets {found[0]} and {found[1]}; set them to those of the model")
         return PACE * self.own[layer, head]
 
     def _inputs(self, bank: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fade_runtime.config.guard_options import GuardOptions
 from fade_runtime.config.score_options import ScoreOptions
 from fade_runtime.config.storage_options import StorageOptions
 from predictor.bundle import Predictor
-from predictor.certificate import SHARE, choose_rung
+from predictor.certificate import QUANTILE, choose_rung
 from predictor.errors import FadeError
 from predictor.registry import load_predictor
 
@@ -172,7 +172,7 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
         kl: float = 0.01,
         confidence: float = 0.95,
         predictor: str | Path | Predictor | None = None,
-        share: float = SHARE,
+        share: float = QUANTILE,
         **options: Any,
     ) -> FadeConfig:
         """The strongest compression that the predictor's certificate answers for.

@@ -34,7 +34,7 @@ LOST = [[[3.0, 1, 0], [1, 0.1, 0]], [[0.5, 0.4, 0], [2, 0.2, 0]]]  # kv heads wa
 
 def made_for(model: Any, tokenizer: Any, lost: Any = LOST) -> Predictor:
     """The closed form, and budgets by these losses."""
-    table = HeadBudgets(torch.tensor(lost), shares=(0.0, 0.4, 1.0))
+    table = HeadBudgets(torch.tensor(lost), fractions=(0.0, 0.4, 1.0))
     return Predictor(TokenMLP(), FeatureSpec(horizon=40), model_provenance(model, tokenizer), budgets=table)
 
 

@@ -14,7 +14,7 @@ from pipelines.certify import LADDER, certify_bundle, measure_ladder
 from pipelines.cli import run
 from pipelines.evaluation.measure import Method, compare
 from predictor.bundle import load_bundle
-from predictor.certificate import SHARE, ladder, upper_bound
+from predictor.certificate import QUANTILE, ladder, upper_bound
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_certified_bundle_answers_for_a_risk(
     assert predictor.certificate["ladder"]["texts"] == ["numbers.txt"] * 14
     rungs = ladder(predictor.certificate)
     assert [rung.int4_budget for rung in rungs] == list(LADDER)
-    bounds = [upper_bound(rung.kl, SHARE, 0.95) for rung in rungs]
+    bounds = [upper_bound(rung.kl, QUANTILE, 0.95) for rung in rungs]
     assert bounds[0] < bounds[1] < bounds[-1]
     for rung, bound in zip(rungs, bounds):
         assert f"{rung.compression:.2f}x" in told

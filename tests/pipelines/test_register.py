@@ -25,7 +25,7 @@ from pipelines.register import (
     register,
     trace_facts,
 )
-from predictor.budgets import SHARES, HeadBudgets
+from predictor.budgets import FRACTIONS, HeadBudgets
 from predictor.bundle import Predictor, load_bundle
 from predictor.errors import FadeError
 from predictor.nets import TokenMLP
@@ -107,7 +107,7 @@ def test_budgets_that_a_checkpoint_brings_are_not_learned_again(
     registers: Registers, closed: Path, store: str, tmp_path: Path
 ) -> None:
     predictor = load_bundle(closed)
-    budgets = HeadBudgets(torch.rand(2, 2, len(SHARES)))
+    budgets = HeadBudgets(torch.rand(2, 2, len(FRACTIONS)))
     brought = Predictor(predictor.net, spec=predictor.spec, provenance=predictor.provenance, budgets=budgets,
         metrics={"max/lost_at_0.25": 0.25}, manifest=predictor.manifest,
     ).save(tmp_path / "brought")  # fmt: skip

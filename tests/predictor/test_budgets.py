@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.budgets import SHARES, HeadBudgets, learn_budgets, lost_attention
+from predictor.budgets import FRACTIONS, HeadBudgets, learn_budgets, lost_attention
 from predictor.errors import FadeError
 
 
@@ -19,33 +19,33 @@ def test_lost_attention_is_the_sum_of_what_was_dropped(length: int, padding: int
     lost = lost_attention(scores, target, eligible, torch.tensor([length, length]))
     for row in range(2):
         mine = sorted(eligible[row].nonzero().flatten().tolist(), key=lambda t: -scores[row, t])
-        for share, value in zip(SHARES, lost[row]):
-            dropped = mine[int(length * share) :]
+        for fraction, value in zip(FRACTIONS, lost[row]):
+            dropped = mine[int(length * fraction) :]
             assert float(value) == pytest.approx(float(target[row, dropped].sum()), abs=1e-4)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]))
-def test_allocation_spends_the_budget_and_nothing_more(seed: int, share: float) -> None:
-    lost = torch.rand(3, 2, len(SHARES), generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
-    kept = torch.tensor(HeadBudgets(lost).allocate(share))
+def test_allocation_spends_the_budget_and_nothing_more(seed: int, fraction: float) -> None:
+    lost = torch.rand(3, 2, len(FRACTIONS), generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
+    kept = torch.tensor(HeadBudgets(lost).allocate(fraction))
     assert kept.shape == (3, 2)
-    assert float(kept.mean()) == pytest.approx(share, abs=1e-5)
+    assert float(kept.mean()) == pytest.approx(fraction, abs=1e-5)
     assert bool(((kept >= 0) & (kept <= 1 + 1e-6)).all())
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_allocation_is_the_best_one_for_convex_losses(seed: int) -> None:
     """All allocations on a grid of quarters, tried out."""
-    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    fractions = (0.0, 0.25, 0.5, 0.75, 1.0)
     generator = torch.Generator().manual_seed(seed)
     steps = torch.rand(4, 4, generator=generator).sort(descending=True).values  # savings get smaller: convex
     lost = torch.cat((steps.flip(-1).cumsum(-1).flip(-1), torch.zeros(4, 1)), -1)
-    kept = HeadBudgets(lost.view(2, 2, 5), shares).allocate(0.5)
-    ours = sum(float(lost[i, shares.index(s)]) for i, s in enumerate(s for layer in kept for s in layer))
+    kept = HeadBudgets(lost.view(2, 2, 5), fractions).allocate(0.5)
+    ours = sum(float(lost[i, fractions.index(s)]) for i, s in enumerate(s for layer in kept for s in layer))
     best = min(
         sum(float(lost[i, k]) for i, k in enumerate(choice))
         for choice in itertools.product(range(5), repeat=4)
-        if sum(shares[k] for k in choice) <= 2.0
+        if sum(fractions[k] for k in choice) <= 2.0
     )
     assert ours == pytest.approx(best, abs=1e-5)
 
@@ -59,15 +59,15 @@ def test_learned_table_is_the_mean_over_documents() -> None:
     target = torch.tensor([[0.4, 0.3, 0.2, 0.1], [1.0, 0.0, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3]])
     batch = {**rows, "target_max": target, "eligible": torch.ones(3, 4, dtype=torch.bool)}
     budgets = learn_budgets(lambda given: given["target_max"], [batch])
-    assert budgets.lost.shape == (1, 2, len(SHARES))
+    assert budgets.lost.shape == (1, 2, len(FRACTIONS))
     assert float(budgets.lost[0, 0, 0]) == pytest.approx((1.0 + 0.6) / 2)
-    assert float(budgets.lost[0, 1, SHARES.index(0.33)]) == 0.0  # one token holds all
+    assert float(budgets.lost[0, 1, FRACTIONS.index(0.33)]) == 0.0  # one token holds all
     with pytest.raises(FadeError, match="no row of layer 0, kv head 0"):
         learn_budgets(lambda given: given["target_max"], [{k: v[1:2] for k, v in batch.items()}])
 
 
 def test_table_round_trips_and_a_damaged_one_is_refused() -> None:
-    budgets = HeadBudgets(torch.rand(2, 3, len(SHARES)))
+    budgets = HeadBudgets(torch.rand(2, 3, len(FRACTIONS)))
     again = HeadBudgets.from_dict(budgets.to_dict())
     torch.testing.assert_close(again.lost, budgets.lost, rtol=1e-3, atol=1e-4)
     for damage in ({"lost": [[1.0]]}, {"shares": [1.0, 0.0]}, {"lost": None}):

@@ -27,11 +27,11 @@ def _spread(low: float, texts: int = TEXTS) -> list[float]:
 
 
 @given(st.integers(1, 60), st.data(), st.floats(0.05, 0.95))
-def test_confidence_is_scipys(texts: int, data: Any, share: float) -> None:
+def test_confidence_is_scipys(texts: int, data: Any, quantile: float) -> None:
     rank = data.draw(st.integers(1, texts))
-    got = confidence_below(texts, rank, share)
-    assert got == pytest.approx(binom.cdf(rank - 1, texts, share), abs=1e-9)
-    assert got == pytest.approx(beta.sf(share, rank, texts - rank + 1), abs=1e-9)  # of the uniform order statistic
+    got = confidence_below(texts, rank, quantile)
+    assert got == pytest.approx(binom.cdf(rank - 1, texts, quantile), abs=1e-9)
+    assert got == pytest.approx(beta.sf(quantile, rank, texts - rank + 1), abs=1e-9)  # of the uniform order statistic
 
 
 @pytest.mark.parametrize("draw", ["lognormal", "gamma", "two values"])
@@ -51,7 +51,7 @@ def test_bound_holds_as_often_as_it_says(draw: str) -> None:
 @given(st.integers(14, 40), st.integers(0, 9999))
 def test_bound_is_an_observed_value_that_grows_with_what_is_asked(texts: int, seed: int) -> None:
     kl = np.random.default_rng(seed).lognormal(size=texts).tolist()
-    bounds = [upper_bound(kl, share, 0.95) for share in (0.3, 0.5, 0.7, 0.8)]
+    bounds = [upper_bound(kl, quantile, 0.95) for quantile in (0.3, 0.5, 0.7, 0.8)]
     assert set(bounds) <= set(kl)
     assert bounds == sorted(bounds)
     assert upper_bound(kl, 0.5, 0.8) <= upper_bound(kl, 0.5, 0.99)

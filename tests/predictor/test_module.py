@@ -17,15 +17,15 @@ from predictor.errors import FadeError
 from predictor.features import FEATURES
 from predictor.heuristics import HEURISTICS
 from predictor.losses import (
+    FRACTIONS,
     LOSSES,
-    SHARES,
     WIDTH,
     bce_loss,
     kl_loss,
     listwise_loss,
     listwise_mass_loss,
     mse_loss,
-    mse_share_loss,
+    mse_probability_loss,
     recovery_loss,
 )
 from predictor.metrics import recovery
@@ -97,10 +97,10 @@ def test_mse_ignores_the_scale_of_a_forecast(rows):
     assert mse_loss(logits, mass, mask).item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_mse_share_is_the_squared_error_of_shares(rows):
+def test_mse_share_is_the_squared_error_of_probabilities(rows):
     logits, mass, mask = rows
     each = [(float(logits[i, j].exp()) - float(mass[i, j])) ** 2 for i in range(3) for j in range(12) if mask[i, j]]
-    assert mse_share_loss(logits, mass, mask).item() == pytest.approx(np.mean(each), rel=1e-5)
+    assert mse_probability_loss(logits, mass, mask).item() == pytest.approx(np.mean(each), rel=1e-5)
 
 
 def test_recovery_loss_is_the_lost_share_when_the_edge_is_sharp(rows):
@@ -108,8 +108,8 @@ def test_recovery_loss_is_the_lost_share_when_the_edge_is_sharp(rows):
     lost = []
     for i in range(3):
         free = sorted((j for j in range(12) if mask[i, j]), key=lambda j: -float(logits[i, j]))
-        for share in SHARES:
-            count = int(np.ceil(len(free) * share))
+        for fraction in FRACTIONS:
+            count = int(np.ceil(len(free) * fraction))
             kept = sum(float(mass[i, j]) for j in free[:count])
             lost.append(1 - kept / float(mass[i][mask[i]].sum()))
     assert recovery_loss(logits * 1e4, mass, mask).item() == pytest.approx(np.mean(lost), abs=1e-4)
@@ -137,12 +137,12 @@ def test_recovery_loss_gradient_keeps_the_number_kept(rows):
 
     def lost(scores):
         total = 0.0
-        for share in SHARES:
-            k = int(np.ceil(12 * share))
+        for fraction in FRACTIONS:
+            k = int(np.ceil(12 * fraction))
             wanted = soft(np.sort(x)[::-1][k - 1 : k + 1].mean(), x).sum()
             excess = partial(lambda edge, wanted: soft(edge, scores).sum() - wanted, wanted=wanted)
             total += 1 - (p * soft(brentq(excess, -50, 50, xtol=1e-13), scores)).sum()
-        return total / len(SHARES)
+        return total / len(FRACTIONS)
 
     for j in range(12):
         step = np.zeros(12)

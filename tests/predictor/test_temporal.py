@@ -131,15 +131,15 @@ def test_sizes_are_as_stated():
 
 
 @pytest.mark.parametrize("net", [BlockCNN(), EmaBank(), PublishedCNN()], ids=lambda net: net.kind)
-def test_log_share_is_a_distribution_that_the_temperature_flattens(net):
+def test_log_probability_is_a_distribution_that_the_temperature_flattens(net):
     net, history = randomised(net), torch.rand(2, 64, 6) / 6
     mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-    sharp = net.log_share(history, mask)
+    sharp = net.log_probability(history, mask)
     net.temperature.fill_(5.0)
-    flat = net.log_share(history, mask)
-    for share in (sharp, flat):
-        torch.testing.assert_close(share.exp().sum(-1), torch.ones(2))
-        assert share[1, 4:].exp().sum() == 0
+    flat = net.log_probability(history, mask)
+    for log in (sharp, flat):
+        torch.testing.assert_close(log.exp().sum(-1), torch.ones(2))
+        assert log[1, 4:].exp().sum() == 0
     assert flat[0].max() < sharp[0].max()
 
 

@@ -273,7 +273,7 @@ def _predictor(model: Any, path: Path, budgets: HeadBudgets | None) -> Any:
 def test_with_a_predictor_the_profile_raises_learned_budgets(model: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """A head keeps its learned share or what its policy asks for, whichever is more, best forecast first."""
     some, nothing = [1.0, 0.1, 0.0], [0.0, 0.0, 0.0]
-    budgets = HeadBudgets(torch.tensor([[some, nothing], [some, some]]), shares=(0.0, 0.5, 1.0))
+    budgets = HeadBudgets(torch.tensor([[some, nothing], [some, some]]), fractions=(0.0, 0.5, 1.0))
     predictor = _predictor(model, tmp_path, budgets)
     config = _config(tiny_tokenizer, predictor=predictor, int4_budget=0.3, recover=0.6, frequent_share=0.15)
     exact = config.with_options(recent_window=500)
@@ -301,7 +301,7 @@ def test_with_a_predictor_the_profile_raises_learned_budgets(model: Any, tiny_to
 
 def test_a_memory_target_is_not_raised(model: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     some = [1.0, 0.1, 0.0]
-    budgets = HeadBudgets(torch.tensor([[some, some], [some, some]]), shares=(0.0, 0.5, 1.0))
+    budgets = HeadBudgets(torch.tensor([[some, some], [some, some]]), fractions=(0.0, 0.5, 1.0))
     predictor = _predictor(model, tmp_path, budgets)
     config = _config(tiny_tokenizer, predictor=predictor, memory=60_000, recover=0.99)
     kept = []

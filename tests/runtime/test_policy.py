@@ -173,7 +173,7 @@ def test_scores_of_any_scale_rank_alike(model: Any, tmp_path: Path) -> None:
 def test_heads_keep_what_their_budgets_say_and_memory_follows(model: Any, tmp_path: Path, padded: bool) -> None:
     """Layer 0: the first head needs all, the second nothing; layer 1: both the same."""
     all_of_it, nothing, middling = [1.0, 0.9, 0.0], [0.0, 0.0, 0.0], [0.2, 0.1, 0.0]
-    budgets = HeadBudgets(torch.tensor([[all_of_it, nothing], [middling, middling]]), shares=(0.0, 0.5, 1.0))
+    budgets = HeadBudgets(torch.tensor([[all_of_it, nothing], [middling, middling]]), fractions=(0.0, 0.5, 1.0))
     bundle = _bundle(tmp_path, model, budgets=budgets)
     config = FadeConfig(n_sink=2, recent_window=8, int4_budget=0.25, eviction_policy="learned", predictor=bundle)
     cache = create_tiered_cache(model, config)
@@ -212,7 +212,7 @@ def test_budgets_that_miss_a_layer_or_head_are_refused_when_the_cache_is_made(
     tiny_model: Callable[..., Any], shape: tuple[int, int]
 ) -> None:
     model, lost = tiny_model(), torch.rand(*shape, 2).sort(-1, descending=True).values
-    table = HeadBudgets(lost, shares=(0.0, 1.0))
+    table = HeadBudgets(lost, fractions=(0.0, 1.0))
     predictor = Predictor(TokenMLP(), FeatureSpec(), model_provenance(model), budgets=table)
     for policy in ("learned", "fastgen"):
         config = FadeConfig(int4_budget=0.5, eviction_policy=policy, predictor=predictor)

@@ -140,7 +140,7 @@ def make_config(case: str, model: Any, folder: Path) -> FadeConfig:
     options = dict(CASES[case])
     if options.get("eviction_policy") == "learned":
         lost = torch.tensor([[[1.0, 0.2, 0.0], [0.5, 0.1, 0.0]], [[0.1, 0.05, 0.0], [1.0, 0.9, 0.0]]])
-        budgets = HeadBudgets(lost, shares=(0.0, 0.5, 1.0))
+        budgets = HeadBudgets(lost, fractions=(0.0, 0.5, 1.0))
         options["predictor"] = str(_bundle(folder, model, budgets=budgets))
     if options.get("low_tier") == "pq":
         options["codebook"] = make_codebook(model).save(folder / "codebook")
