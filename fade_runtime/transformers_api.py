@@ -241,7 +241,7 @@ def fade_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
 
 
 def hand_over(layer: Attending, key: Tensor, call: dict[str, Any] | None) -> Tensor:
-    """Let the attention function of this very call find ``layer``; returns the key to give back from ``update``.
+    """Let the attention function of this call find ``layer``; returns the key [B, H, Q, D] for ``update`` to return.
 
     Layers that share the tokens have calls of their own, and only the key in common.
     """

@@ -68,7 +68,7 @@ def memory_report(cache: CacheParts) -> dict[str, Any]:
 
 
 def predictor_tensors(predictor: Predictor) -> list[Tensor]:
-    """Every tensor of a predictor."""
+    """Every tensor of a predictor, of any shape `[...]`: parameters, buffers, head budgets [L, H, n]."""
     budgets = [] if predictor.budgets is None else [predictor.budgets.lost]
     return [*predictor.parameters(), *predictor.buffers(), *budgets]
 
@@ -79,7 +79,7 @@ def _kind(name: str) -> str:
 
 
 def reachable_tensors(thing: Any) -> Iterator[Tensor]:
-    """Tensors in nested dicts, lists and tuples."""
+    """Tensors `[...]` in nested dicts, lists and tuples."""
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, dict):

@@ -71,40 +71,42 @@ class Assistant:
         return torch.stack([each.to(ids.device) for each in found]).mean(0)
 
     def fused(self, score: Tensor, importance: Tensor) -> Tensor:
-        """:func:`fuse` with this assistant's weight, on the device of the score."""
+        """:func:`fuse` of a score [H, S] and an importance [n] with this assistant's weight: [H, S]."""
         return fuse(score, importance.to(score.device), self.weight)
 
 
 def find_assistant(
-    model: Any, given: Any, *, weight: float, tail: int, tokenizer: Any = None, make_cache: CacheFactory
+    model: Any, source: Any, *, weight: float, tail: int, tokenizer: Any = None, make_cache: CacheFactory
 ) -> Assistant:
     """The assistant that the option ``assistant`` asks for.
 
     Args:
         model: the main model. tokenizer: the main model's, or None for the one that lies beside it.
-        given: a model, a directory or an id whose files are on this machine, or a number of the main model's layers.
+        source: a model, a directory or an id whose files are on this machine, or a number of the main model's layers.
         weight, tail, make_cache: see :class:`Assistant`.
 
     Raises:
         FadeError: it cannot be loaded, or has another tokenizer.
     """
     assistant = partial(Assistant, weight=weight, tail=tail, make_cache=make_cache)
-    if isinstance(given, int):
-        return assistant(first_layers(model, given))
-    other = find_tokenizer(given) if isinstance(given, nn.Module) else find_tokenizer(model, given)
+    if isinstance(source, int):
+        return assistant(first_layers(model, source))
+    other = find_tokenizer(source) if isinstance(source, nn.Module) else find_tokenizer(model, source)
     if tokenizer_hash(find_tokenizer(model, tokenizer)) != tokenizer_hash(other):
         raise FadeError(
-            f"assistant {_name(given)} has another tokenizer than {_name(model)}, so its tokens are others; take a "
+            f"assistant {_name(source)} has another tokenizer than {_name(model)}, so its tokens are others; take a "
             "smaller model of the same family"
         )
-    if isinstance(given, nn.Module):
-        return assistant(given)
+    if isinstance(source, nn.Module):
+        return assistant(source)
 
     first = next(model.parameters())
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(given, local_files_only=True, dtype=first.dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=first.dtype)
     except Exception as error:  # transformers and safetensors raise many kinds
-        raise FadeError(f"assistant {given} cannot be loaded; give a causal language model or its directory") from error
+        raise FadeError(
+            f"assistant {source} cannot be loaded; give a causal language model or its directory"
+        ) from error
     return assistant(loaded.to(first.device).eval())
 
 

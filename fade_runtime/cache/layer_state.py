@@ -28,7 +28,7 @@ def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor], shared: list
     Args:
         layer: a :class:`TieredLayer` or one of transformers' own.
         index: of the layer.
-        tensors: takes copies of what the layer holds, on the CPU, by ``index`` and name.
+        tensors: takes copies `[...]` of what the layer holds, on the CPU, by ``index`` and name.
         shared: takes the rows of its batch, if they are not in it yet.
 
     Raises:
@@ -60,7 +60,7 @@ def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor], shared: list
 
 
 def sequences_facts(sequences: Sequences, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Describe the rows of a batch; ``tensors`` takes copies of theirs, by :data:`ROWS`, ``number`` and name."""
+    """Describe the rows of a batch; ``tensors`` takes copies of theirs [B, S], by :data:`ROWS`, ``number`` and name."""
     for name in ("real", "positions"):
         if (tensor := getattr(sequences, name)) is not None:
             tensors[f"{ROWS}{number}.{name}"] = _copied(tensor)
@@ -70,7 +70,7 @@ def sequences_facts(sequences: Sequences, number: int, tensors: dict[str, Tensor
 def restored_sequences(
     facts: Mapping[str, Any], number: int, tensors: Mapping[str, Tensor], device: torch.device
 ) -> Sequences:
-    """Undo :func:`sequences_facts`."""
+    """Undo :func:`sequences_facts`: rows whose tensors [B, S] are on ``device``."""
     held = {name: tensors.get(f"{ROWS}{number}.{name}") for name in ("real", "positions")}
     for name, tensor in held.items():
         if tensor is not None and tensor.shape != (facts["batch"], facts["seen"]):
@@ -91,7 +91,7 @@ def restored_layer(
 
     Args:
         layer: a :class:`TieredLayer`, which is left as it is, or a new layer of transformers, which is filled.
-        index: of the layer. facts: what was found. tensors: by index and name; they are copied.
+        index: of the layer. facts: what was found. tensors: `[...]` by index and name; they are copied.
         model: says on which device. shared: gives the rows of the batch by their number.
 
     Raises:

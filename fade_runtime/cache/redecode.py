@@ -1,6 +1,6 @@
 """After a rollback, decode again what was generated while the forecast was failing: ``on_rollback="redecode"``.
 
-`model.generate` then runs in pieces: it stops when the guard has brought tokens back, the tokens since the last look
+`model.generate` then runs in parts: it stops when the guard has brought tokens back, the tokens since the last probe
 at which every layer was in order are taken out of the text and of the cache, and it goes on from there. What comes out
 is what one call would have given had the tokens come back at that place.
 """
@@ -86,7 +86,7 @@ class _Generate:
         self._model, self.before, self.hold = weakref.ref(model), before, weakref.ref(hold)
 
     def __call__(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-        """As it was before, in pieces under a cache that decodes again."""
+        """As it was before, in parts under a cache that decodes again."""
         model: Any = self._model()
         plain = partial(type(model).generate, model) if self.before is None else self.before
         return _generate(plain, model, inputs, *args, **options)
@@ -98,36 +98,37 @@ class _Generate:
 
 
 def _generate(plain: Any, model: Any, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
-    """``generate`` of a model, in pieces under a cache that decodes again."""
+    """``generate`` of a model, in parts under a cache that decodes again."""
     cache = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
     if not isinstance(cache, TieredCache) or cache.config.on_rollback != "redecode":
         return plain(inputs, *args, **options)
     ids = options.pop("input_ids", None) if inputs is None else inputs
     settings = options.get("generation_config") or model.generation_config
     _check(ids, args, options, settings)
-    given = len(ids[0])
-    end = _end(given, options, settings)
-    least = given + (options.pop("min_new_tokens", None) or settings.min_new_tokens or 0)
+    prompt_length = len(ids[0])
+    end = _end(prompt_length, options, settings)
+    least = prompt_length + (options.pop("min_new_tokens", None) or settings.min_new_tokens or 0)
     mask = options.pop("attention_mask", None)
-    asked = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or []), _OnRollback(cache)])
+    criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or []), _OnRollback(cache)])
     cache.monitor.redecodes = True
     while True:
         grown = ids.shape[1] - (0 if mask is None else mask.shape[1])
         mask = torch.ones_like(ids) if mask is None else torch.cat((mask, mask.new_ones(1, grown)), dim=1)
         cache.monitor.redecode_from = None
         left: dict[str, int] = {"max_new_tokens": end - ids.shape[1], "min_new_tokens": max(least - ids.shape[1], 0)}
-        out = plain(ids, attention_mask=mask, stopping_criteria=asked, **left, **options)
-        ids, more = taken_back(cache, out, given)
+        out = plain(ids, attention_mask=mask, stopping_criteria=criteria, **left, **options)
+        ids, more = taken_back(cache, out, prompt_length)
         mask = mask[:, : ids.shape[1]]
         if not more or ids.shape[1] >= end:
             return ids
 
 
-def taken_back(cache: TieredCache, ids: Tensor, given: int) -> tuple[Tensor, bool]:
+def taken_back(cache: TieredCache, ids: Tensor, prompt_length: int) -> tuple[Tensor, bool]:
     """Take what is in doubt out of a text [1, S] and its cache.
 
     Args:
-        given: tokens at the beginning that the user gave; they are read again, not dropped.
+        cache: whose guard says from where on. ids: [1, S] int64 of the text.
+        prompt_length: tokens at the beginning that the user gave; they are read again, not dropped.
 
     Returns:
         the text that is left; whether to go on from it.
@@ -140,7 +141,7 @@ def taken_back(cache: TieredCache, ids: Tensor, given: int) -> tuple[Tensor, boo
     drop = min(seen - good, *(layer.seen - layer.final for layer in cache.tiered))
     if drop > 0:
         cache.crop(-drop)
-    return ids[:, : max(seen - drop + 1, given)], True  # the last one was chosen when all was in order
+    return ids[:, : max(seen - drop + 1, prompt_length)], True  # the last one was chosen when all was in order
 
 
 def _check(ids: Tensor | None, args: Any, options: dict[str, Any], settings: Any) -> None:

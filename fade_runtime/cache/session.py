@@ -104,12 +104,12 @@ def stored_config(facts: Mapping[str, Any], options: Mapping[str, Any], what: st
     named = {name: stored.get(name) for name in PLACES}
     if isinstance(named["assistant"], int):  # so many layers of the model itself
         del named["assistant"]
-    asked = [name for name, value in named.items() if value is not None and name not in options]
-    if asked:
-        was = ", ".join(f"{name} {stored[name]!r}" for name in asked)
+    missing = [name for name, value in named.items() if value is not None and name not in options]
+    if missing:
+        was = ", ".join(f"{name} {stored[name]!r}" for name in missing)
         raise FadeError(
             f"{what} was made with {was}, and a session does not choose what is read, loaded or written: say it "
-            f"yourself, load_session(model, path, {', '.join(f'{name}=...' for name in asked)})"
+            f"yourself, load_session(model, path, {', '.join(f'{name}=...' for name in missing)})"
         )
     try:
         return FadeConfig().with_options(**{**stored, **options})
@@ -246,8 +246,8 @@ def _check(cache: CacheParts, facts: Mapping[str, Any], model: nn.Module, what: 
     for name, now in (("predictor", _predictor_facts(cache)), ("codebook", _codebook_facts(cache))):
         before = facts[name]
         if (before or {}).get("sha256") != (now or {}).get("sha256"):
-            there, given = ("none" if each is None else each["name"] for each in (before, now))
-            raise FadeError(f"{what} was made with another {name} ({there}, here {given}); give the same one")
+            theirs, ours = ("none" if each is None else each["name"] for each in (before, now))
+            raise FadeError(f"{what} was made with another {name} ({theirs}, here {ours}); give the same one")
 
 
 def _predictor_facts(cache: CacheParts) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from predictor.errors import FadeError
 
 
 def upgraded(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and tensors of a session of format 3 or 4 as the present format has them.
+    """Facts and tensors `[...]` of a session of format 3 or 4 as the present format has them.
 
     Raises:
         FadeError: saved between two chunks of a prompt, or with a budget that follows a target in bytes, of which

@@ -1,4 +1,4 @@
-"""Telemetry: what a tiered cache does at each reassignment, and what its guard sees, told to whoever asked.
+"""Telemetry: what a tiered cache does at each reassignment, and what its guard sees, for whoever attaches an exporter.
 
 Nothing leaves the machine.
 
@@ -135,7 +135,7 @@ class Telemetry:
 
 
 def attach_telemetry(cache: CacheParts, exporter: Exporter) -> Telemetry:
-    """Tell ``exporter`` of each reassignment of a cache and each look of its guard, and no other exporter any more.
+    """Tell ``exporter`` of each reassignment of a cache and each probe of its guard, and no other exporter any more.
 
     Returns:
         The counters.
@@ -191,9 +191,9 @@ def score_statistics(scores: Tensor) -> dict[str, float | None]:
     if not len(scores):
         return {"count": 0}
     ordered = scores.double().sort().values
-    nearest = [math.floor(share * (len(ordered) - 1) + 0.5) for share in QUANTILES]
+    nearest = [math.floor(quantile * (len(ordered) - 1) + 0.5) for quantile in QUANTILES]
     numbers = torch.stack((ordered[0], ordered.mean(), ordered[-1], *ordered[nearest])).tolist()
-    names = ("min", "mean", "max", *(f"q{round(100 * share):02d}" for share in QUANTILES))
+    names = ("min", "mean", "max", *(f"q{round(100 * quantile):02d}" for quantile in QUANTILES))
     return {"count": len(scores), **{n: x if math.isfinite(x) else None for n, x in zip(names, numbers)}}
 
 
@@ -208,7 +208,7 @@ def attention_path(layer: CompressedLayer) -> str:
 
 
 def dump_debug(cache: CacheParts, path: str | Path, *, slots: bool = False) -> Path:
-    """Write a snapshot of a cache as JSON, for people who look for a mistake.
+    """Write a snapshot of a cache as JSON, for debugging.
 
     Args:
         cache: in any state.

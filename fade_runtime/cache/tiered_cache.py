@@ -91,7 +91,7 @@ class TieredCache(Cache, CacheParts):
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Take in the new tokens of a layer; a call that is refused leaves all layers as they were before it.
+        """Take in the new tokens [B, H, Q, D] of a layer; a call that is refused leaves all layers as they were.
 
         Raises:
             FadeError: refused; or an earlier call did not end, and its part of the cache cannot be taken back.
@@ -214,14 +214,14 @@ class TieredCache(Cache, CacheParts):
             self.guard.note_shadow(self.shadow.compare(self.model, self.text.upto(seen), kwargs, logits))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch (beam search)."""
+        """Reorder the batch by row numbers [B] (beam search)."""
         with self._all_or_broken():
             super().reorder_cache(beam_idx)
             if self.text is not None:
                 self.text.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows of the batch, in the given order, as often as named."""
+        """Keep rows of the batch by number [n], in that order, as often as named."""
         with self._all_or_broken():
             super().batch_select_indices(indices)
             if self.text is not None:

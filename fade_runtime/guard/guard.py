@@ -1,4 +1,4 @@
-"""The guard of a cache: it looks at true attention while decoding, and takes evictions back when the forecast failed.
+"""The guard of a cache: it probes true attention while decoding, and takes evictions back when the forecast failed.
 
 Levels: a kv head whose divergence stays high gets everything back and keeps it ("raised"); so does its whole layer once
 half of its heads are raised, and the whole cache ("full") once a fifth of all heads are. A raised head is watched on
@@ -118,7 +118,7 @@ class Guard:
             self.memory.limit(None)
 
     def doubt(self, seen: int) -> None:
-        """Note from where on tokens are to be decoded again, if that was asked for."""
+        """Note from where on tokens are to be decoded again, if ``on_rollback`` says so."""
         good = min(watch.good for watch in self.watches)
         if self.config.on_rollback == "redecode" and good < seen and self.redecode_from is None:
             self.redecode_from = good
@@ -155,7 +155,7 @@ class Guard:
         Returns:
             state: "compressed", "raised" (some heads keep everything) or "full"; kl: of the worst head now, NaN before
             the first probe; kl_by_layer: [L][H] running averages; recovery, recall: least of the last probes; raised:
-            heads that keep everything, of ``heads``; resident: bytes held, as a share of those of a full cache;
+            heads that keep everything, of ``heads``; resident: bytes held, as a fraction of those of a full cache;
             rollbacks, restored, fetched, probes, ms: counted; shadow: the last comparison of next tokens, if any;
             spilled: tokens and bytes in the spill store; tokens that its limit dropped; tokens that it lost, and why
             (why_lost), because what was read was not what was written; why it takes no more (broken), or None.
@@ -235,9 +235,9 @@ class Watch:
             self._reviewing = False
             self._restore(layer)
         every = self.guard.config.monitor_every
-        turn = (layer.seen + self.index * every // max(self.guard.layers, 1)) % every == 0
+        its_turn = (layer.seen + self.index * every // max(self.guard.layers, 1)) % every == 0
         fresh = self._probed != layer.seen and self.call is not None and layer.tokens.compressed
-        if fresh and (new > 1 or turn) and (self.guard.spill is not None or any(self.raised)):
+        if fresh and (new > 1 or its_turn) and (self.guard.spill is not None or any(self.raised)):
             self._probe(layer)
         self.call = None
 

@@ -1,4 +1,4 @@
-"""Evicted tokens that come back before they are missed: those that are looked at as much as kept ones are."""
+"""Evicted tokens that come back before they are missed: those that are attended as much as kept ones are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fade_runtime.layer import CompressedLayer
 
 
 def needed(attention: Tensor, gone: Tensor, kept: Tensor, most: int, block: int = BLOCK) -> Tensor:
-    """Evicted tokens whose block is looked at as much as the mean kept token of the body: that is what they are
+    """Evicted tokens whose block is attended as much as the mean kept token of the body: that is what they are
     expected to be in the next steps, since attention over blocks persists.
 
     Args:

@@ -1,7 +1,7 @@
 """How far the attention that a cache gives is from the attention that it would give with everything kept.
 
 A policy says which tokens leave, and its scores say how much attention it expects them to have received: that is a
-forecast of attention. The monitor looks at true attention, over evicted tokens too, and measures how wrong it was.
+forecast of attention. A probe computes true attention, over evicted tokens too, and measures how wrong it was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fade_runtime.layer.tiered import RowCall, rows_alone
 BLOCK = 16  # tokens pooled together
 FLOOR = 0.01  # share of attention that evicted tokens may receive under any forecast
 TOP = 64  # tokens that recall asks for
-QUERIES = 32  # newest queries of a call that are looked at
+QUERIES = 32  # newest queries of a call that are probed
 
 
 @dataclass(frozen=True)

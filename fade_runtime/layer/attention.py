@@ -14,8 +14,7 @@ from torch import Tensor
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.dispatch import pick_kernel
 from fade_runtime.kernels.reference import Part
-
-SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
+from fade_runtime.transformers_api import SCORES_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,13 @@ class AttentionCall(NamedTuple):
         mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[index]
         return self._replace(query=self.query[index], mask=mask)
 
-    def of_row(self, row: int, asks: Tensor, columns: Tensor) -> AttentionCall:
-        """The same for one row: its queries where ``asks`` [Q] is true, over its tokens, ``columns`` [S] bool."""
+    def of_row(self, row: int, real: Tensor, columns: Tensor) -> AttentionCall:
+        """The same for one row: its queries where ``real`` [Q] bool is true, over its tokens, ``columns`` [S] bool."""
         mask = self.mask
         if mask is not None:
             row_mask = mask[min(row, len(mask) - 1)]
-            mask = row_mask[None, :, asks][..., columns]
-        return self._replace(query=self.query[row : row + 1, :, asks], mask=mask)
+            mask = row_mask[None, :, real][..., columns]
+        return self._replace(query=self.query[row : row + 1, :, real], mask=mask)
 
     def joined(self, other: AttentionCall, columns: int) -> AttentionCall:
         """This call, after which ``columns`` had been seen, and the next one as one call."""
@@ -139,8 +138,8 @@ def tiered_attention(
     results = []
     for at in range(0, steps, chunk):
         some = slice(at, at + chunk)
-        share = None if weights is None else weights[some]
-        results.append(_at_once(call.queries(some), full, parts, first + at, share, into, 1.0 if at else decay))
+        weighs = None if weights is None else weights[some]
+        results.append(_at_once(call.queries(some), full, parts, first + at, weighs, into, 1.0 if at else decay))
     outs, fulls, bodies = zip(*results)
     if weights is None or into:
         return torch.cat(outs, dim=2), fulls[-1], bodies[-1]
@@ -167,11 +166,11 @@ def _at_once(
         bias = bias.expand(batch, heads, groups, steps, -1).reshape(rows, groups * steps, -1)
     biased = parts if mask is None else [_with_bias(part, mask, heads, groups) for part in parts]
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
-    share = None if weights is None else _shares(weights, groups)
+    query_weights = None if weights is None else _grouped(weights, groups)
     grouped = (call.query * call.scaling).reshape(rows, groups * steps, dim)  # [R, G x Q, D]
     older = [stats.view(rows, -1) if stats.ndim > 1 else stats for stats in into]
     kernel = reference.attend if wants_gradients(grouped, key, value) else pick_kernel(call.query.device)
-    out, mass, masses = kernel(grouped, key, value, biased, share, bias, call.softcap, older, decay)
+    out, mass, masses = kernel(grouped, key, value, biased, query_weights, bias, call.softcap, older, decay)
     out = out.view(batch, query_heads, steps, -1)
     return out, None if mass is None else mass.view(batch, heads, -1), masses
 
@@ -182,7 +181,7 @@ def wants_gradients(*tensors: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _shares(weights: Tensor, groups: int) -> Tensor:
+def _grouped(weights: Tensor, groups: int) -> Tensor:
     """Weight [G x Q] of each query of a group. Kept, since a policy's weights are the same tensor in each step."""
     with torch.inference_mode(False):
         return (weights / groups).repeat(groups)

@@ -1,4 +1,4 @@
-"""When the tokens of a layer move between tiers: what is due, who decides, who is told."""
+"""When the tokens of a layer move between tiers: what is due, who decides, who is notified."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CompressedLayer(StoredLayer):
     Attributes:
         setup: what it is made of. hooks: the guard's, or None.
         positions: where its keys are read.
-        observer: told of each compression, or None.
+        observer: called after each compression, or None.
         last_plan: [T] scores or None, tiers before and tiers after the last plan; kept only for an observer.
     """
 
@@ -185,7 +185,7 @@ class CompressedLayer(StoredLayer):
         before = store.sequences
         new, ids = store.seen - before.seen, position_ids if kept else None
         step = functools.partial(before.extended, new, mask, ids, keep_positions=kept)
-        store.tell(self.shared.step(before, new, step, mask, ids))
+        store.set_sequences(self.shared.step(before, new, step, mask, ids))
         if kept:
             self.positions.take(store)
 

@@ -14,7 +14,7 @@ from fade_runtime.layer.store import TokenStore
 
 @dataclass(frozen=True)
 class HeldCall:
-    """One call: what its attention was asked for, and the rows of the batch after it."""
+    """One call: its queries, and the rows of the batch after it."""
 
     call: AttentionCall
     sequences: Sequences
@@ -49,7 +49,7 @@ class HeldCalls:
         for at, held in enumerate(calls):
             if at:
                 store.append(*later[at - 1])
-            store.tell(held.sequences)
+            store.set_sequences(held.sequences)
             if at < number:
                 yield held
             else:
@@ -70,7 +70,7 @@ class HeldCalls:
             self.calls = [HeldCall(first.call.joined(second.call, columns), both), *rest]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Their queries and masks by name."""
+        """Their queries [B, Hq, Q, D] and masks [B or 1, 1 or Hq, Q, S] by name."""
         named: dict[str, Tensor] = {}
         for number, held in enumerate(self.calls):
             named[f"held.{number}.queries"] = held.call.query

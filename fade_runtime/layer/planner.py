@@ -42,19 +42,19 @@ def row_budgets(
     """
     high_counts: list[int] = []
     low_counts: list[int] = []
-    asks = None if wanted is None else wanted.view(-1, heads).tolist()
+    by_row = None if wanted is None else wanted.view(-1, heads).tolist()
     bound = min if not policy.profile_is_floor else max if fraction is None else lambda budget, _: budget
     for row, length in enumerate(lengths.tolist()):
         high, low = (config.budgets(length) or (length, 0)) if fraction is None else (int(fraction * length), 0)
         total = high + low
         shares = policy.head_shares(layer, min(total, length) / max(length, 1))
-        if shares is None and asks is None:
+        if shares is None and by_row is None:
             high_counts += [high] * heads
             low_counts += [low] * heads
             continue
         totals = [total] * heads if shares is None else [round(share * length) for share in shares]
-        if asks is not None:
-            totals = [bound(each, ask) for each, ask in zip(totals, asks[row])]
+        if by_row is not None:
+            totals = [bound(each, ask) for each, ask in zip(totals, by_row[row])]
         first = [round(each * high / max(total, 1)) for each in totals]
         high_counts += first
         low_counts += [each - some for each, some in zip(totals, first)]

@@ -17,7 +17,7 @@ from predictor import rope
 class Positions:
     """Rotates the keys of one layer with the model's own rotary module, in float32.
 
-    Keys stay as the model gave them, or are stored plain, that is un-rotated, and turned when they are read: at
+    Keys stay as the model gave them, or are stored plain, that is un-rotated, and rotated when they are read: at
     contiguous positions (streaming), or at those of the text (product quantisation, whose codebook serves all
     positions). A key is un-rotated in the call that brings it, by the angles that the model used in that call.
 
@@ -50,7 +50,7 @@ class Positions:
         return self._table(sequences.positions[:, sequences.seen - sequences.new :].long())[:, None]
 
     def take(self, store: TokenStore) -> None:
-        """Store the keys of the last call's columns plain, if that is asked for."""
+        """Store the keys of the last call's columns plain, if keys are stored un-rotated."""
         if self.rotary is not None and store.sequences.new:
             newest = store.full.key[:, :, len(store.full) - store.sequences.new :].float()
             store.set_newest_keys(rope.unrotate(newest, self._newest(store)))

@@ -51,11 +51,11 @@ def prefill_stats(
         if not begins:
             continue
         own = sequences.tokens_of(row, before)
-        asks, kept = _shifted(own, -before), _shifted(own, older - before)
-        queries, keys, values = query[row][:, asks], key[row][:, kept], full.value[row][:, kept]
+        queried, kept = _shifted(own, -before), _shifted(own, older - before)
+        queries, keys, values = query[row][:, queried], key[row][:, kept], full.value[row][:, kept]
         state: Tensor | None
         if out is not None:
-            out[row][:, asks], state = attention_and_mass(queries, keys, values, call.scaling)
+            out[row][:, queried], state = attention_and_mass(queries, keys, values, call.scaling)
         else:
             state = policy.start(Prompt(queries, keys, values, call.scaling, table, layer))
         if state is not None:

@@ -18,7 +18,7 @@ AT_ONCE = 1 << 26  # elements of masks that are compared together
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The rows of a batch, padding told from tokens; all layers of a cache share one, and nobody changes it.
+    """The rows of a batch: which columns are tokens, which padding; all layers of a cache share one, nobody changes it.
 
     A *column* is a place along the attention mask. A *slot* is a token's place among the tokens of its own row: 0 is
     its first token wherever padding stands, so a row is treated as it would be alone.
@@ -59,7 +59,7 @@ class Sequences:
         Raises:
             FadeError: a mask of other columns, one that shows what was padding before, or position ids of images.
         """
-        fresh = None if mask is None else self._told_by(mask, new)
+        fresh = None if mask is None else self._tokens_in(mask, new)
         real = self.real
         if fresh is not None or real is not None:
             old = self._all(self.seen) if real is None else real
@@ -74,7 +74,7 @@ class Sequences:
     def _all(self, columns: int) -> Tensor:
         return torch.ones(self.batch, columns, dtype=torch.bool, device=self.device)
 
-    def _told_by(self, mask: Tensor, new: int) -> Tensor | None:
+    def _tokens_in(self, mask: Tensor, new: int) -> Tensor | None:
         """[B, new] bool, which new columns are tokens; None if all are."""
         if mask.shape[2:] != (new, self.seen + new):
             raise FadeError(
@@ -163,7 +163,7 @@ class Sequences:
         return self.seen - queries if self.real is None else self.lengths - queries
 
     def tokens_of(self, row: int, first: int = 0) -> slice | Tensor:
-        """The columns of a row that are tokens, from ``first`` on: a slice where they stand together."""
+        """Columns of a row that are tokens, from ``first`` on: a slice where they stand together, else [n] int64."""
         if self.real is None:
             return slice(first, self.seen)
         found = self.real[row, first:].nonzero()[:, 0] + first
@@ -197,8 +197,8 @@ class Sequences:
         together = max(1, AT_ONCE // causal.numel())
         for first in range(0, self.batch, together):
             real = self.real[first : first + together]
-            given = mask[first : first + together, 0] if len(mask) > 1 else mask[:, 0]
-            differs = (given != causal & real[:, None]) & real[:, self.seen - self.new :, None]  # what tokens ask
+            visible_now = mask[first : first + together, 0] if len(mask) > 1 else mask[:, 0]
+            differs = (visible_now != causal & real[:, None]) & real[:, self.seen - self.new :, None]  # what tokens ask
             if bool(differs.any()):
                 return False
         return True
@@ -227,7 +227,7 @@ class Sequences:
         return Sequences(count, 1, self.device, None, positions, new, self.plain)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that it holds, by its name, with what was derived from them and is kept."""
+        """Every tensor [B, S] that it holds, by its name, with what was derived from them and is kept."""
         held = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         if "distinct" in vars(self):
             held |= {"distinct.ids": self.distinct[0], "distinct.index": self.distinct[1]}
@@ -235,7 +235,7 @@ class Sequences:
 
 
 def visible(mask: Tensor) -> Tensor:
-    """A mask as bool: True where a query may look."""
+    """A mask [...] as bool: True where a query may attend."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
@@ -283,7 +283,7 @@ class Shared:
         tensor: Tensor | None = None,
         other: Tensor | None = None,
     ) -> Sequences:
-        """What ``do`` gives, once for the same rows, new columns and tensors; at the start each layer has its own."""
+        """What ``do`` gives, once for the same rows, new columns and tensors [...]; at first each layer has its own."""
         value = self._value
         if (
             value is None

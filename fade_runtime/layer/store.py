@@ -137,7 +137,7 @@ class TokenStore:
         return view
 
     def restore(self, chosen: Callable[[Body], Tensor] | None = None) -> int:
-        """Bring spilled tokens back into their tiers, all or those that a function chooses; returns their number."""
+        """Bring spilled tokens back, all or those that a function of a tier chooses, [T] bool; returns their number."""
         return 0 if self.spilled is None else self.take_in(self.spilled.take(chosen))
 
     def take_in(self, bodies: Sequence[Body]) -> int:
@@ -152,7 +152,7 @@ class TokenStore:
         return count
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Take in the next columns [B, H, Q, D]; :meth:`tell` says which of them are tokens."""
+        """Take in the next columns [B, H, Q, D]; :meth:`set_sequences` says which of them are tokens."""
         full, steps = self.full, key.shape[2]
         slots = torch.constant_pad_nd(full.slots, (0, steps), self.seen)
         if steps > 1:
@@ -168,7 +168,7 @@ class TokenStore:
         seen = self.seen + steps
         self.full, self.seen = grown, seen  # together, so that no interrupt comes between
 
-    def tell(self, sequences: Sequences) -> None:
+    def set_sequences(self, sequences: Sequences) -> None:
         """Say which of the newest columns are tokens, and which slots they have."""
         self.sequences = sequences
         if sequences.real is not None:
@@ -177,7 +177,7 @@ class TokenStore:
             self.full = replace(self.full, slots=slots)
 
     def take_back(self, count: int) -> tuple[Tensor, Tensor]:
-        """Forget the newest ``count`` columns, which are all in full precision; returns their keys and values."""
+        """Forget the newest n columns, all in full precision; returns their keys and values [B, H, n, D]."""
         full, left = self.full, len(self.full) - count
         taken = full.key[:, :, left:], full.value[:, :, left:]
         keep = torch.arange(left, device=full.slots.device)
@@ -323,7 +323,7 @@ class TokenStore:
         return self.spilled.add(away)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stored tensor by its name: "policies"; ``full.``, ``packed.``, ``pq.`` and field."""
+        """Every stored tensor `[...]` by its name: "policies" (profiles); ``full.``, ``packed.``, ``pq.`` and field."""
         full = {name: tensor for name, tensor in vars(self.full).items() if isinstance(tensor, Tensor)}
         parts = {
             "full": full,

@@ -94,11 +94,11 @@ class StoredLayer(CacheLayerMixin):
             self.prompts = [min(prompt, length) for prompt, length in zip(self.prompts, self.tokens.sequences.counts)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch (beam search)."""
+        """Reorder the batch by row numbers [B] (beam search)."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows of the batch, in the given order, as often as named."""
+        """Keep rows of the batch by number [n] or mask [B], in that order, as often as named."""
         if self.store is None:
             return
         store, every = self.store, torch.arange(self.store.batch, device=self.device)
@@ -135,11 +135,11 @@ class StoredLayer(CacheLayerMixin):
         return max(self.prompts, default=0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the layer holds alone, by its name."""
+        """Every tensor `[...]` that the layer holds alone, by its name."""
         return self.held.tensors() if self.store is None else {**self.store.tensors(), **self.held.tensors()}
 
     def resident(self) -> dict[str, Tensor]:
-        """The same, with what a kernel derived from them and keeps."""
+        """The same `[...]`, with what a kernel derived from them and keeps."""
         derived = {} if self.store is None else self.store.packed.derived
         return {**self.tensors(), **{f"packed.{name}": tensor for name, tensor in derived.items()}}
 

@@ -143,11 +143,11 @@ class H2O(Policy):
     whole_prompt = True
 
     def start(self, prompt: Prompt) -> Tensor:
-        """Mass over all queries of the prompt."""
+        """Mass [H, S] over all queries of the prompt."""
         return h2o_mass(prompt.query, prompt.key, prompt.scaling)
 
     def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
-        """Mass divided by the number of queries that could see the token."""
+        """Mass divided by the number of queries that could see the token: [T]."""
         return scores.h2o(attention_stats, seen - slots)
 
 
@@ -161,14 +161,14 @@ class Ema(Policy):
         self.gain = 1 - decay
 
     def start(self, prompt: Prompt) -> Tensor:
-        """Average over the last :data:`WINDOW` queries of the prompt."""
+        """Average [H, S] over the last :data:`WINDOW` queries of the prompt."""
         last = prompt.query[:, -WINDOW:]
         rows = attention_rows(last, prompt.key, prompt.scaling, first=prompt.key.shape[1] - last.shape[1])
         assert self.decay is not None
         return scores.ema(rows, self.decay)
 
     def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
-        """The average; for tokens younger than the prompt corrected for starting at zero.
+        """The average [T]; for tokens younger than the prompt corrected for starting at zero.
 
         Source: Kingma and Ba 2015, Adam (arXiv 1412.6980), section 3.
         """

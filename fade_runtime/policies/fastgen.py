@@ -126,7 +126,7 @@ class FastGen(Policy):
         self.profile_is_floor = learned is not None
 
     def start(self, prompt: Prompt) -> Tensor | None:
-        """As whatever ranks the tokens."""
+        """As whatever ranks the tokens: [H, S]."""
         return self.ranking.start(prompt)
 
     def check(self, layers: int, kv_heads: int) -> None:
@@ -172,12 +172,12 @@ class Accumulated(Policy):
     decay = 1.0
 
     def start(self, prompt: Prompt) -> Tensor:
-        """Sum over the last :data:`WINDOW` queries of the prompt."""
+        """Sum [H, S] over the last :data:`WINDOW` queries of the prompt."""
         last = prompt.query[:, -WINDOW:]
         first = prompt.key.shape[1] - last.shape[1]
         return attention_rows(last, prompt.key, prompt.scaling, first=first).sum(1)
 
     def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
-        """Sum divided by the number of counted queries that could see the token."""
+        """Sum divided by the number of counted queries that could see the token: [T]."""
         counted = seen - prompt + torch.as_tensor(prompt, device=attention_stats.device).clamp(max=WINDOW)
         return scores.h2o(attention_stats, torch.minimum(seen - slots, counted))

@@ -117,7 +117,7 @@ class SeenText:
         self._heard = {}
 
     def select(self, index: Tensor) -> None:
-        """Keep rows of the batch, by number or as a bool mask."""
+        """Keep rows of the batch, by number [n] or as a bool mask [B]."""
         if self.ids.numel():
             self.ids = self.ids[index.to(self.ids.device)]
 
@@ -126,7 +126,7 @@ class SeenText:
         self.ids = self.ids.repeat_interleave(repeats, dim=0)
 
     def tensors(self) -> list[Tensor]:
-        """Everything it holds; the assistant is a model of its own."""
+        """What it holds: classes [vocabulary], ids [B, S], importance [n]; the assistant is a model of its own."""
         return [*([] if self.table is None else [self.table]), self.ids, *self._heard.values()]
 
 

@@ -114,7 +114,7 @@ def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
         key, value = torch.randn(2, 2, 3, steps, 16, generator=generator)
         for store in stores:
             store.append(key, value)
-            store.tell(store.sequences.extended(steps))
+            store.set_sequences(store.sequences.extended(steps))
         seen += steps
         for store in stores:
             store.compress(torch.tensor([True, True]), plan)
