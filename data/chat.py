@@ -45,26 +45,26 @@ def chat_renderer(tokenizer: Any, template: str = "auto") -> Render:
     return lambda messages: _render(tokenizer, messages)
 
 
-def chat_frame(tokenizer: Any, answer: bool) -> tuple[list[int], list[int]]:
+def chat_frame(tokenizer: Any, add_generation_prompt: bool) -> tuple[list[int], list[int]]:
     """Token ids before and after a text that is put into the chat template as a user's message.
 
     Args:
         tokenizer: with a chat template.
-        answer: the message ends and the assistant's begins; otherwise nothing follows the text.
+        add_generation_prompt: end the message and open the assistant's; otherwise nothing follows the text.
 
     Raises:
         FadeError: a template that changes what a user says.
     """
-    rendered = _render(tokenizer, [{"role": "user", "content": _HERE}], add_generation_prompt=answer)
+    rendered = _render(tokenizer, [{"role": "user", "content": _HERE}], add_generation_prompt=add_generation_prompt)
     before, found, after = rendered.partition(_HERE)
     if not found:
         raise FadeError("template chat leaves out or changes the user's text; use raw, or another model")
     ids = tokenizer(before, verbose=False)["input_ids"]
-    return ids, tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
+    return ids, tokenizer(after, add_special_tokens=False)["input_ids"] if add_generation_prompt else []
 
 
-def awaiting(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """Write a chat whose next message is the assistant's, and its opening; role lines without a chat template."""
+def with_generation_prompt(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Write a chat and open the assistant's next message; in role lines without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         return f"{role_lines(messages)}assistant:"
     return _render(tokenizer, messages, add_generation_prompt=True)

@@ -39,7 +39,7 @@ def read_mark(path: str | Path) -> dict[str, Any] | None:
         return None
 
 
-def refuse_stranger(path: str | Path, name: str, manifest: Mapping[str, Any]) -> None:
+def refuse_other_collection(path: str | Path, name: str, manifest: Mapping[str, Any]) -> None:
     """Refuse a shard that carries another mark than that of its manifest.
 
     Args:

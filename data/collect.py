@@ -15,7 +15,7 @@ from data.continuation import continue_prompt
 from data.folder import Folder
 from data.lm import load_lm, load_tokenizer, refuse_too_long
 from data.plan import CollectSettings, Task, begin_manifest, prepare
-from data.record import record_forward, watched
+from data.record import record_forward, recording_twin
 from data.trace import Row, read_manifest
 from data.writer import DocumentProgress, ShardWriter, finish, whole_shard
 from predictor.errors import FadeError
@@ -112,7 +112,7 @@ class TraceCollector(LightningModule):
         super().__init__()
         self.settings, self.tasks = settings, tasks
         self.allow_zero_length_dataloader_with_multiple_devices = True  # fewer shards left than processes
-        # the model and its watched twin, in a plain list, so that Lightning neither registers, moves nor saves them
+        # the model and its recording twin, in a plain list, so that Lightning neither registers, moves nor saves them
         self._held: list[Any] = []
 
     @property
@@ -130,7 +130,7 @@ class TraceCollector(LightningModule):
         prompt, future = self.settings.max_prompt, self.settings.future
         refuse_too_long(model, prompt + future, f"max_prompt {prompt} and future {future} pass", "lower max_prompt")
         model.to(self.trainer.strategy.root_device)
-        self._held[:] = [model, watched(model)]
+        self._held[:] = [model, recording_twin(model)]
 
     def predict_dataloader(self) -> DataLoader:
         """Documents of this process: whole shards, so that each file has one writer."""

@@ -45,12 +45,16 @@ class Contents:
 
 @dataclass
 class FarAttention:
-    """How one kv head attends to far tokens, averaged over documents (see :func:`far_attention`)."""
+    """How one kv head attends to far tokens, averaged over documents.
+
+    Attributes:
+        layer, head: which one. looked_up, fraction: see :func:`far_attention`.
+    """
 
     layer: int
     head: int
     looked_up: float
-    share: float
+    fraction: float
 
 
 def contents_of(place: str) -> Contents:
@@ -82,7 +86,7 @@ def far_attention(
 
     - ``looked_up`` = sum over far s of max over t of a_t(s): how many far tokens get a full look at some step, between
       0 and T. A head that spreads its attention evenly has at most about 1, one that copies has up to T.
-    - ``share`` = mean over t of the sum over far s of a_t(s): the part of its attention that goes far back.
+    - ``fraction`` = mean over t of the sum over far s of a_t(s): the part of its attention that goes far back.
 
     Args:
         traces: a complete collection. split: of the documents that are averaged over.

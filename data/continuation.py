@@ -53,19 +53,19 @@ def continue_prompt(
         logits, cache = out.logits[0, -1].float(), out.past_key_values
         logits[ends] = -torch.inf
         if sample:
-            shares = nucleus((logits / temperature).softmax(-1).cpu(), top_p)
-            chosen = torch.multinomial(shares, 1, generator=drawn).to(tokens.device)
+            probabilities = nucleus((logits / temperature).softmax(-1).cpu(), top_p)
+            chosen = torch.multinomial(probabilities, 1, generator=drawn).to(tokens.device)
         else:
             chosen = logits.argmax(keepdim=True)
         ids.append(chosen)
     return torch.cat(ids)
 
 
-def nucleus(shares: Tensor, top_p: float) -> Tensor:
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Set to zero what is not among the likeliest tokens that together reach ``top_p``; the likeliest stays.
 
     Args:
-        shares: [V] probabilities. top_p: in (0, 1].
+        probabilities: [V]. top_p: in (0, 1].
 
     Returns:
         [V], not normalised again.
@@ -77,11 +77,12 @@ def nucleus(shares: Tensor, top_p: float) -> Tensor:
         tensor([0.0000, 0.5000, 0.3000])
     """
     if top_p >= 1:
-        return shares
-    order = shares.argsort(descending=True, stable=True)
-    before = shares[order].double().cumsum(0) - shares[order].double()  # [V] reached without the token itself
-    kept = torch.zeros_like(shares)
-    kept[order] = torch.where(before < top_p, shares[order], 0.0)
+        return probabilities
+    order = probabilities.argsort(descending=True, stable=True)
+    ranked = probabilities[order].double()
+    before = ranked.cumsum(0) - ranked  # [V] reached without the token itself
+    kept = torch.zeros_like(probabilities)
+    kept[order] = torch.where(before < top_p, probabilities[order], 0.0)
     return kept
 
 

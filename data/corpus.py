@@ -155,7 +155,7 @@ def _read(file: Path) -> str:
 
 
 def _topics(seed: int) -> Iterator[Text]:
-    from pydoc_data.topics import topics
+    from pydoc_data.topics import topics  # a third of a megabyte of text, and other families do without
 
     names = sorted(topics)
     for name in random.Random(f"corpus {seed}").sample(names, len(names)):

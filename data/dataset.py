@@ -18,7 +18,7 @@ from predictor.errors import FadeError
 from predictor.features import FeatureSpec, block_sizes
 
 Batch = dict[str, Tensor]
-LINEAR = ("target_sum", "target_max")  # stored as logs, handed out as shares
+LINEAR = ("target_sum", "target_max")  # stored as logs, handed out as probabilities
 
 
 class TraceDataset(IterableDataset):
@@ -32,10 +32,10 @@ class TraceDataset(IterableDataset):
         split: ``"train"`` or ``"validation"``.
         shuffle: draw the order of shards, and of rows within a shard, anew for each pass.
         seed: of the order.
-        number: of a pass, which decides its order; passes are counted when it is not given.
+        number: of a pass, which decides its order; by default passes are counted.
 
     Attributes:
-        given: rows of the newest pass that this process has had.
+        yielded: rows of the newest pass that this process has had.
 
     Raises:
         FadeError: the collection has no such split.
@@ -51,7 +51,7 @@ class TraceDataset(IterableDataset):
     ):
         self.traces, self.split, self.shuffle, self.seed = traces, split, shuffle, seed
         self.number = number or count().__next__
-        self.given, self._skip = 0, 0
+        self.yielded, self._skip = 0, 0
         if not traces.shards(split):
             raise FadeError(f"traces in {traces.folder} have no {split} documents; collect some")
         self._documents = {one["id"]: i for i, one in enumerate(traces.manifest["documents"])}
@@ -65,7 +65,7 @@ class TraceDataset(IterableDataset):
     def __iter__(self) -> Iterator[Row]:
         """Yield rows as dictionaries, arrays as float16 numpy and ``doc`` as its place in the manifest."""
         drawn = random.Random(f"{self.seed} {self.number()}")
-        skip, self._skip, self.given = self._skip, 0, 0
+        skip, self._skip, self.yielded = self._skip, 0, 0
         rank, world = _process()
         shards = self.traces.shards(self.split)
         if self.shuffle:
@@ -75,13 +75,13 @@ class TraceDataset(IterableDataset):
             if self.shuffle:
                 drawn.shuffle(rows)
             for row in self._mine(rows, rank, world):
-                self.given += 1
-                if self.given > skip:
+                self.yielded += 1
+                if self.yielded > skip:
                     yield {**row, "doc": self._documents[row["doc"]]}
 
-    def skip(self, given: int) -> None:
-        """Begin the next pass after its first ``given`` rows; a pass that was finished is not begun again."""
-        self._skip = given if given < len(self) else 0
+    def skip(self, rows: int) -> None:
+        """Begin the next pass after its first ``rows``; a pass that was finished is not begun again."""
+        self._skip = rows if rows < len(self) else 0
 
     def _mine(self, rows: Sequence, rank: int, world: int) -> Sequence:
         even = len(rows) // world * world if self.split == "train" else len(rows)
@@ -95,7 +95,7 @@ class TraceLoader(DataLoader):
 
     def state_dict(self) -> dict[str, int]:
         """Return how far the pass is; rows are loaded in this process, and none ahead of its batch."""
-        return {"given": self.dataset.given}
+        return {"given": self.dataset.yielded}  # the name in checkpoints
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on there."""
@@ -113,7 +113,8 @@ def collate(rows: Sequence[Row], spec: FeatureSpec, n_sink: int = 4, recent_wind
         R rows, S tokens, F features, W history steps, N blocks of the prompt, T future steps, M blocks of prompt and
         future; float32 unless said otherwise, zero where padded:
 
-        - ``tokens`` [R, S, F]; ``h2o`` [R, S] log, only when recorded; ``target_sum``, ``target_max`` [R, S] shares
+        - ``tokens`` [R, S, F]; ``h2o`` [R, S] log, only when recorded
+        - ``target_sum``, ``target_max`` [R, S] probabilities
         - ``history_mean``, ``history_max`` [R, W, N]; ``future_mean``, ``future_max`` [R, T, M]
         - ``mask``, ``eligible`` [R, S] bool: real tokens, and those of them that a policy may drop
         - ``block_size`` [R, N] real tokens of a block; ``block_mask`` [R, N] bool

@@ -1,4 +1,4 @@
-"""The language model that is watched: loaded once, in memory of its own, ready to run."""
+"""The language model: loaded once, in memory of its own, ready to run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def load_lm(name: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
     Raises:
         FadeError: unknown dtype; a directory that is missing or is not a model's; an id the hub does not give.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM  # heavy: only where a model is loaded
 
     if dtype not in DTYPES:
         raise FadeError(f"dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(name)
     model = _load(AutoModelForCausalLM, name, dtype=DTYPES[dtype])
-    off_the_map(model)
+    copy_off_memory_map(model)
     return model.eval(), tokenizer
 
 
-def off_the_map(model: Any) -> None:
+def copy_off_memory_map(model: Any) -> None:
     """Copy a model's weights off the memory map that safetensors leaves them on."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -49,7 +49,7 @@ def load_tokenizer(name: str | Path) -> Any:
     Raises:
         FadeError: a directory that is missing or has none; an id the hub does not give.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # heavy: only where a tokenizer is loaded
 
     return _load(AutoTokenizer, name)
 

@@ -35,7 +35,7 @@ class CollectSettings:
         max_prompt: longest prompt, in tokens; lengths are drawn evenly between the two.
         future: tokens after the prompt whose attention is the target.
         continuation: what follows a prompt: text (of the document), or the model's own greedy or sample.
-        temperature: of a sample. top_p: share of the likeliest tokens that a sample is drawn from.
+        temperature: of a sample. top_p: probability of the likeliest tokens together that a sample is drawn from.
         template: auto writes chats in the model's chat template (role lines where it has none) and leaves other text
             as it is, chat puts other text into the template too, as a user's message, raw uses no template.
         window: last queries of the prompt whose attention is kept.
@@ -143,7 +143,7 @@ def prepare(settings: CollectSettings, tokenizer: Any) -> list[Task]:
         held_out=settings.validation_text,
         render=render,
     )
-    frame = chat_frame(tokenizer, answer=not follows) if settings.template == "chat" else ([], [])
+    frame = chat_frame(tokenizer, add_generation_prompt=not follows) if settings.template == "chat" else ([], [])
     tasks: list[Task] = []
     shard = 0
     for split in ("train", "validation"):
@@ -171,10 +171,10 @@ def _read(tokenizer: Any, document: Document, length: int, frame: tuple[list[int
     return [*before, *ids[: length - len(before) - len(after)], *after]
 
 
-def _sources(given: dict[str, float] | list[str] | str) -> dict[str, float] | list[str]:
-    if isinstance(given, dict):
-        return dict(given)
-    return [given] if isinstance(given, str) else list(given)
+def _sources(sources: dict[str, float] | list[str] | str) -> dict[str, float] | list[str]:
+    if isinstance(sources, dict):
+        return dict(sources)
+    return [sources] if isinstance(sources, str) else list(sources)
 
 
 def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class AttentionRecorder:
             self.rows.append(row | {name: array[head] for name, array in arrays.items()})
 
 
-def watched(model: Any) -> Any:
+def recording_twin(model: Any) -> Any:
     """A twin of a model that :func:`record_forward` takes as it is; make it once for many documents.
 
     It is on the weights that the model has now: make another after moving or changing the model.
@@ -96,8 +96,8 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
     """Run the model once over one document and return its trace rows.
 
     Args:
-        model: a causal language model of transformers, on any device, or what :func:`watched` makes of it. It is not
-            changed, and other threads may run it or record it at the same time.
+        model: a causal language model of transformers, on any device, or its :func:`recording_twin`. It is not changed,
+            and other threads may run it or record it at the same time.
         tokens: [S + T] token ids.
         prompt: S. The remaining T tokens are the continuation, which the model reads and does not write.
         spec: features, window and block.
@@ -123,7 +123,7 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
     if total <= prompt:
         raise FadeError(f"document of {total} tokens leaves nothing after a prompt of {prompt}; use longer ones")
     if model.config._attn_implementation != NAME:
-        model = watched(model)
+        model = recording_twin(model)
     slots = torch.arange(max(total, prompt + spec.horizon), device=tokens.device)
     rotary = rope.find_rotary(model)
 
@@ -153,7 +153,20 @@ def recorded_attention(
     fade_recorder: AttentionRecorder | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as SDPA does and show it to the recorder (query [1, Hq, L, D]; key, value [1, H, L, D])."""
+    """Compute attention as SDPA does and show it to the recorder.
+
+    Args:
+        module: the attention layer.
+        query: [1, Hq, L, D] rotated. key, value: [1, H, L, D]. attention_mask: [1, 1, L, L], or None for causal.
+        dropout, scaling, kwargs: as transformers' SDPA function takes them.
+        fade_recorder: gets the layer's tensors.
+
+    Returns:
+        output [1, L, Hq, D], and None for the attention weights.
+
+    Raises:
+        FadeError: attention that a trace cannot describe.
+    """
     if fade_recorder is not None:
         layer: Any = module.layer_idx
         _refuse_unknown(layer, query, value, attention_mask, kwargs)

@@ -94,7 +94,7 @@ def _sections(text: str, whole: bool = False) -> Iterator[str]:
 def _dataset(source: str, render: Render) -> Iterator[Text]:
     """Stream a dataset by name; only a source that starts with ``hf:`` ever reaches the network."""
     name, config, split, named = (source.removeprefix("hf:").split(":") + ["", "", ""])[:4]
-    from datasets import load_dataset
+    from datasets import load_dataset  # heavy, and only sources of this kind need it
 
     try:
         records = load_dataset(name, config or None, split=split or "train", streaming=True)

@@ -16,7 +16,7 @@ from predictor.errors import FadeError
 
 PASSAGE = 60  # characters; a passage at least this long appears once in all documents
 
-Sources = Sequence[str] | Mapping[str, float]  # taken in turn, or in shares that follow weights
+Sources = Sequence[str] | Mapping[str, float]  # taken in turn, or in proportion to weights
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def load_documents(
 
     Args:
         sources: any of those below. A list gives documents in turn from each, and goes on with the others when one
-            has no more. A mapping source -> weight gives each its share of either split, within one document.
+            has no more. A mapping source -> weight gives each its quota of either split, within one document.
 
             - ``"builtin"``, or one of its families such as ``"builtin:topics"``;
             - a file of text or code; ``FILE.jsonl`` or ``FILE.parquet``, whose records have a ``text`` or are chats
@@ -65,7 +65,7 @@ def load_documents(
               a dataset of the Hugging Face hub, or a dataset folder on disk.
         train: number of train documents. validation: number of validation documents.
         length: least length of a document, in units of ``measure``.
-        measure: length of a text, such as the number of its tokens; characters when not given.
+        measure: length of a text, such as the number of its tokens; characters by default.
         seed: order of the built-in corpus. The order of files is their names'.
         held_out: sources of the validation documents alone; those of ``sources`` are then all for training.
         render: writes a chat as text.
@@ -172,9 +172,9 @@ class _Mix:
 
 
 def next_source(counts: Mapping[str, int], weights: Mapping[str, Fraction]) -> str:
-    """Choose the source of the next document, so that counts never leave their weights' shares by one or more.
+    """Choose the source of the next document, so that counts never leave the quotas of their weights by one or more.
 
-    Of the sources that are not ahead of their share, the one whose next document is due first.
+    Of the sources that are not ahead of their quota, the one whose next document is due first.
 
     Source: Balinski and Young, "The Quota Method of Apportionment", American Mathematical Monthly 82 (1975).
 
@@ -187,8 +187,8 @@ def next_source(counts: Mapping[str, int], weights: Mapping[str, Fraction]) -> s
         >>> "".join(order)
         'aaabaaab'
     """
-    share = (1 + sum(counts.values())) / sum(weights[source] for source in counts)
-    due = {source: count for source, count in counts.items() if count < weights[source] * share}
+    per_weight = (1 + sum(counts.values())) / sum(weights[source] for source in counts)
+    due = {source: count for source, count in counts.items() if count < weights[source] * per_weight}
     return min(due, key=lambda source: (due[source] + 1) / weights[source])
 
 

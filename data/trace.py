@@ -28,9 +28,9 @@ from data.checks import (
     MARK,
     SHARDS,
     refuse_not_finite,
+    refuse_other_collection,
     refuse_other_shards,
     refuse_shared_documents,
-    refuse_stranger,
 )
 from data.folder import Folder
 from predictor.errors import FadeError
@@ -258,5 +258,5 @@ class Traces:
             try:
                 return read_shard(path, self.spec, columns, sha256)
             except FadeError:
-                refuse_stranger(path, f"{self.folder}/{name}", self.manifest)
+                refuse_other_collection(path, f"{self.folder}/{name}", self.manifest)
                 raise

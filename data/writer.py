@@ -12,7 +12,7 @@ import transformers
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, TQDMProgressBar
 
-from data.checks import AGAIN, mark_of, refuse_stranger
+from data.checks import AGAIN, mark_of, refuse_other_collection
 from data.folder import Folder
 from data.lm import load_tokenizer
 from data.plan import CollectSettings, Task
@@ -172,7 +172,7 @@ def whole_shard(
         found = sha256_file(path)
         if known != found:
             if "provenance" in manifest:
-                refuse_stranger(path, f"{folder}/{name}", manifest)
+                refuse_other_collection(path, f"{folder}/{name}", manifest)
             if known is not None or HASHED in before:  # collections of old had no hashes before their end
                 return None
         try:

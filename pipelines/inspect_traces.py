@@ -97,7 +97,7 @@ def far_table(heads: list[FarAttention]) -> str:
     """The heads that look farthest back, as a table."""
     return "Most retrieval-like heads (far: not the first 4 tokens, not the last 64 of the prompt)\n" + _table(
         ("layer", "kv head", "far tokens looked up", "attention far back"),
-        [(one.layer, one.head, f"{one.looked_up:.2f}", f"{one.share:.1%}") for one in heads],
+        [(one.layer, one.head, f"{one.looked_up:.2f}", f"{one.fraction:.1%}") for one in heads],
     )
 
 

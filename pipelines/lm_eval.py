@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from data.lm import off_the_map
+from data.lm import copy_off_memory_map
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from pipelines import cli
@@ -113,7 +113,7 @@ class Tiered:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained=pretrained, device=device, **options)  # type: ignore[call-arg]
         if self.model.device.type == "cpu":
-            off_the_map(self.model)
+            copy_off_memory_map(self.model)
         create_tiered_cache(self.model, self.fade_config)  # a model that is refused is refused now
 
     def _loglikelihood_tokens(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.record import record_forward, watched
+from data.record import record_forward, recording_twin
 from fade_runtime.transformers_api import geometry, text_config
 from pipelines.benchmarks.settings import ContextSettings
 from pipelines.benchmarks.timing import STOCK, rotated, rows_beside
@@ -51,7 +51,7 @@ def collect(settings: CollectBenchSettings) -> None:
 
 def _rows(lm: Any, context: int, future: int, repeats: int) -> list[dict[str, Any]]:
     """Read one document each way in turn; which comes first rotates."""
-    recording = watched(lm)
+    recording = recording_twin(lm)
     size = lm.config.get_text_config().vocab_size
     tokens = torch.randint(size, (context + future,), generator=torch.Generator().manual_seed(context))
     milliseconds: dict[str, list[float]] = {name: [] for name in METHODS}

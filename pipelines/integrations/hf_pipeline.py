@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from data.lm import off_the_map
+from data.lm import copy_off_memory_map
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from pipelines.integrations.presets import read_config
@@ -32,7 +32,7 @@ class FadeTextGenerationPipeline(TextGenerationPipeline):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.model.device.type == "cpu":
-            off_the_map(self.model)
+            copy_off_memory_map(self.model)
 
     def _sanitize_parameters(
         self, fade_config: Any = None, predictor: Any = None, return_memory: bool | None = None, **kwargs: Any

@@ -95,7 +95,7 @@ def test_a_text_is_put_into_the_chat_template(continuation: str, small: Make, ch
         assert len(task.tokens) == task.prompt + (13 if continuation == "text" else 0)
         inside = text.removeprefix("<user>").removesuffix(f"\n{ends}" if ends else "")
         assert task.document.text.startswith(inside)
-    assert sum(map(len, chat_frame(tokenizer, answer=True))) == len("<user>\n<assistant>")
+    assert sum(map(len, chat_frame(tokenizer, add_generation_prompt=True))) == len("<user>\n<assistant>")
     plain = prepare(small(tmp_path / "out", model=str(chatty_dir)), tokenizer)[0]
     assert tokenizer.decode(plain.tokens).startswith(plain.document.text[:20])
     narrow: Any = dict(min_prompt=12, max_prompt=12)

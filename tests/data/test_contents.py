@@ -51,8 +51,8 @@ def test_far_attention_by_hand(split: str, collected: Path) -> None:
                 looked_up.append(sum(float(np.exp(np.float64(row["target_max"][s]))) for s in far))
                 share.append(sum(float(np.exp(np.float64(row["target_sum"][s]))) for s in far))
         assert one.looked_up == pytest.approx(np.mean(looked_up))
-        assert one.share == pytest.approx(np.mean(share))
-        assert one.share <= one.looked_up <= 13
+        assert one.fraction == pytest.approx(np.mean(share))
+        assert one.fraction <= one.looked_up <= 13
     assert far_attention(traces, split, recent_window=10_000)[0].looked_up == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from data.record import AttentionRecorder, record_forward, recorded_attention, watched
+from data.record import AttentionRecorder, record_forward, recorded_attention, recording_twin
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.features import FeatureSpec
@@ -95,7 +95,7 @@ def test_two_recordings_of_one_model_at_a_time_are_those_of_each_alone(
 ) -> None:
     texts, before = [tokens_of(120), tokens_of(97, seed=1)], attention_of(model)
     alone = [record_forward(model, text, 80, SPEC) for text in texts]
-    for which in (model, watched(model)):
+    for which in (model, recording_twin(model)):
         first, second = (Held(monkeypatch, which, text, 80) for text in texts)
         assert_same_rows(first.goes_on(), alone[0])  # the other one has only begun
         assert_same_rows(second.goes_on(), alone[1])
@@ -108,17 +108,17 @@ def test_a_forward_inside_a_recording_sees_the_model_as_it_is(model: Any) -> Non
     record_forward(model, tokens_of(40), 30, SPEC)
     handle.remove()
     assert seen == [{"sdpa"}]
-    assert attention_of(watched(model)) == {"fade_record"}
+    assert attention_of(recording_twin(model)) == {"fade_record"}
 
 
-def test_a_watched_twin_follows_the_weights_of_its_model(model: Any) -> None:
-    tokens, twin = tokens_of(60), watched(model)
+def test_a_recording_twin_follows_the_weights_of_its_model(model: Any) -> None:
+    tokens, twin = tokens_of(60), recording_twin(model)
     assert all(one is other for one, other in zip(model.parameters(), twin.parameters()))
     model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     assert_same_rows(record_forward(twin, tokens, 50, SPEC), record_forward(model, tokens, 50, SPEC))
 
 
 def test_without_a_recorder_the_attention_is_that_of_sdpa(model: Any) -> None:
-    tokens, twin = tokens_of(77)[None], watched(model)
+    tokens, twin = tokens_of(77)[None], recording_twin(model)
     assert torch.equal(twin(tokens).logits, model(tokens).logits)
     assert recorded_attention.__module__ == "data.record"

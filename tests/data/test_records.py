@@ -91,18 +91,18 @@ def test_a_first_token_is_not_doubled(chatty: Any) -> None:
 
 def test_the_frame_is_what_the_template_puts_around_a_message(chatty: Any) -> None:
     text = "Some words of a user."
-    before, after = chat_frame(chatty, answer=True)
+    before, after = chat_frame(chatty, add_generation_prompt=True)
     whole = chatty.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
     assert [*before, *chatty(text)["input_ids"], *after] == whole
-    assert chat_frame(chatty, answer=False) == (before, [])
+    assert chat_frame(chatty, add_generation_prompt=False) == (before, [])
     chatty.chat_template = "nothing of it"
     with pytest.raises(FadeError, match="leaves out or changes"):
-        chat_frame(chatty, answer=True)
+        chat_frame(chatty, add_generation_prompt=True)
     chatty.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(FadeError, match="roles must alternate; mend it, or use template raw"):
-        chat_frame(chatty, answer=True)
+        chat_frame(chatty, add_generation_prompt=True)
 
 
 def test_named_fields_and_columns(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from data.chat import awaiting
+from data.chat import with_generation_prompt
 from data.lm import encode
 from pipelines.evaluation.tasks.records import records
 from pipelines.evaluation.tasks.task import Example, Output, Prompt, Turn, Wish
@@ -27,8 +27,8 @@ def mt_bench(wish: Wish) -> Iterator[Example]:
             {"role": "assistant", "content": _HERE},
             {"role": "user", "content": second},
         ]
-        opening = encode(wish.tokenizer, awaiting(wish.tokenizer, chat[:1]))
-        _, found, after = awaiting(wish.tokenizer, chat).partition(_HERE)
+        opening = encode(wish.tokenizer, with_generation_prompt(wish.tokenizer, chat[:1]))
+        _, found, after = with_generation_prompt(wish.tokenizer, chat).partition(_HERE)
         if not found:
             raise FadeError("the chat template leaves out or changes what the assistant said; take another model")
         yield Example(opening[:-1], (Turn(opening[-1:]), Turn(wish.ids(after))))

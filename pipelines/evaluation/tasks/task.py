@@ -87,7 +87,7 @@ class Wish:
         before: list[int] = encode(self.tokenizer, "")
         after: list[int] = []
         if getattr(self.tokenizer, "chat_template", None):
-            before, after = chat_frame(self.tokenizer, answer=True)
+            before, after = chat_frame(self.tokenizer, add_generation_prompt=True)
         return [*before, *self.ids(context)], [*self.ids(question), *after, *self.ids(opening)]
 
     def fit(self, prompt: Callable[[int], Prompt], most: int, least: int = 1) -> tuple[int, Prompt]:
