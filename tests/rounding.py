@@ -20,10 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fade_runtime.kernels import reference
 from fade_runtime.kernels.reference import Part
 from fade_runtime.storage import quant
-from fade_runtime.storage.packed import PackedTokens
 
 UNIT = 2.0**-24  # of float32: half the distance from 1 to the next number
 DEVIATIONS = 4.0  # few tokens may hold most of the attention, so errors do not average out
@@ -64,9 +62,9 @@ class _Tokens(NamedTuple):
 
 def _stored(part: Part, queries: int) -> tuple[Tensor, _Tokens]:
     """The row of each token of a part, and its tokens, Hadamard-rotated."""
-    packed, every = part.tokens, slice(None)
-    assert isinstance(packed, PackedTokens)
-    codes = [reference._Unpacked(packed, name)(every, torch.float64) for name in ("key", "value")]
+    packed, every = part.packed, slice(None)
+    assert packed is not None
+    codes = [packed.codes(name)(every, torch.float64) for name in ("key", "value")]
     scale, zero = (each[packed.token_page()].double() for each in packed.key_params(every))
     wide = codes[1].shape[1] // packed.value_scale.shape[1]
     by, rest = (each.double().repeat_interleave(wide, 1) for each in packed.value_params(every))

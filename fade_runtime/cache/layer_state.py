@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fade_runtime.layer import AttentionCall, FullTokens, TieredLayer
 from fade_runtime.layer.held import HeldCall, HeldCalls
 from fade_runtime.layer.sequences import Sequences
-from fade_runtime.layer.store import Body
+from fade_runtime.storage.tokens import StoredTokens, none_of
 from predictor.errors import FadeError
 
 SPILLED, HELD, ROWS = "spilled.", "held.", "rows."  # how the names of such tensors begin
@@ -150,11 +150,11 @@ def _tiered(
     if not len(store.moved) == len(fresh.prompts) == store.batch == store.sequences.batch:
         raise ValueError(f"layer {index} has another batch size")
     fresh.held = _held(stored["held"], queries, store.sequences)
-    none = [body.keep(torch.zeros(len(body), dtype=torch.bool, device=device)) for body in store.body()]
+    none = [none_of(body) for body in store.body()]
     for at, kind in enumerate(stored.get("spilled", ())):
         start = f"{SPILLED}{at}."
         found: dict[str, Any] = {n.removeprefix(start): t for n, t in spilled.items() if n.startswith(start)}
-        bodies: list[Body] = [replace(form, **found) if type(form).__name__ == kind else form for form in none]
+        bodies: list[StoredTokens] = [replace(form, **found) if type(form).__name__ == kind else form for form in none]
         if store.spilled is None or not store.spilled.add(bodies):
             store.take_in(bodies)
     return fresh

@@ -253,7 +253,7 @@ def _rows(layer: CompressedLayer, slots: bool) -> Iterator[dict[str, Any]]:
     if (store := layer.store) is None:
         return
     tiers = (Tier.HIGH, Tier.LOW, Tier.PQ)
-    body = [(tokens.token_row(), tokens.slots(), store.tiers(tokens)) for tokens in store.body()]
+    body = [(tokens.token_row(), tokens.slots(), tokens.tiers()) for tokens in store.body()]
     rows, places, kinds = (torch.cat(each) for each in zip(*body))
     for row in range(store.batch * store.heads):
         batch, head = divmod(row, store.heads)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.cpu import attention as cpu
-from fade_runtime.storage import packed
+from fade_runtime.storage.packed import Quantiser, quantise
 from predictor.errors import FadeError
 
 Kernel = Callable[..., "tuple[Tensor, Tensor | None, list[Tensor]]"]
@@ -44,22 +44,21 @@ def _decide(device: torch.device) -> Kernel:
         if device.type == "cpu":
             cpu.self_test()
             return cpu.attend
+        # triton: not on every system, and slow to import
         from fade_runtime.kernels.triton import attention as triton
-        from fade_runtime.kernels.triton import (
-            self_test as triton_check,  # not there on every system, and takes a while
-        )
+        from fade_runtime.kernels.triton import self_test
 
-        triton_check.self_test(device)
+        self_test.self_test(device)
         return triton.attend
     except (FadeError, OSError, ImportError) as problem:
         warnings.warn(f"slow attention over packed tokens: {problem}", RuntimeWarning, stacklevel=3)
         return reference.attend
 
 
-def pick_quantiser(device: torch.device) -> Callable[..., tuple[Tensor, ...]]:
-    """What quantises and packs on a GPU: the quantiser that belongs to the attention kernel, or plain torch."""
-    if pick_kernel(device) is reference.attend:
-        return packed.quantise
-    from fade_runtime.kernels.triton import pack_kernel as triton_pack
+def pick_quantiser(device: torch.device) -> Quantiser:
+    """What quantises and packs on a device: on a GPU what belongs to its attention kernel, elsewhere plain torch."""
+    if device.type == "cpu" or pick_kernel(device) is reference.attend:
+        return quantise
+    from fade_runtime.kernels.triton import pack_kernel  # triton: not on every system, and slow to import
 
-    return triton_pack.quantise
+    return pack_kernel.quantise

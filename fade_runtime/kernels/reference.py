@@ -6,38 +6,20 @@ Only the codes of :data:`PAGES_AT_ONCE` pages are unpacked at any moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fade_runtime.storage import quant
+from fade_runtime.storage.codes import TwoTierCodes
 from fade_runtime.storage.packed import PackedTokens
+from fade_runtime.storage.tokens import StoredTokens
 from predictor import rope
 
 PAGES_AT_ONCE = 48
 TOKENS_AT_ONCE = 1024
-
-
-class Decodes(Protocol):
-    """Stored tokens that are read by decoding a few at a time (product quantisation)."""
-
-    def __len__(self) -> int:
-        """Tokens over all rows."""
-
-    def token_row(self) -> Tensor:
-        """[T] int64: the row of each token."""
-
-    def slots(self) -> Tensor:
-        """[T] int64: the logical slot of each token."""
-
-    def decode_keys(self, tokens: slice) -> Tensor:
-        """Keys [t, D] float32."""
-
-    def decode_values(self, tokens: slice) -> Tensor:
-        """Values [t, D] float32."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +33,15 @@ class Part:
         bias: [T, Q] added to the scores, or None.
     """
 
-    tokens: PackedTokens | Decodes
+    tokens: StoredTokens
     table: rope.Table | None = None
     positions: Tensor | None = None
     bias: Tensor | None = None
 
-
-class _Unpacked:
-    """Codes of both tiers of packed tokens, a few at a time, in units of the high tier's scale."""
-
-    def __init__(self, packed: PackedTokens, name: str) -> None:
-        self.high, self.low = getattr(packed, f"{name}_codes"), getattr(packed, f"low_{name}_codes")
-        self.bits, self.low_bits = getattr(packed.bits, name), getattr(packed.bits, f"low_{name}")
-        self.is_low = packed.low() if len(self.low) else None
-        if self.is_low is not None:
-            self.place = torch.where(self.is_low, self.is_low.cumsum(0), (~self.is_low).cumsum(0)) - 1
-
-    def __call__(self, tokens: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """[t, D]."""
-        if self.is_low is None:
-            return quant.unpack(self.high[tokens], self.bits).to(dtype)
-        is_low, place = self.is_low[tokens], self.place[tokens]
-        few = quant.unpack(self.low[place[is_low]], self.low_bits).to(dtype)
-        out = few.new_empty(len(place), few.shape[1])
-        step, rest = quant.middle(self.bits, self.low_bits)
-        out[is_low] = few * step + rest
-        out[~is_low] = quant.unpack(self.high[place[~is_low]], self.bits).to(dtype)
-        return out
+    @property
+    def packed(self) -> PackedTokens | None:
+        """The tokens, if they are packed; None if they are to be decoded."""
+        return self.tokens if isinstance(self.tokens, PackedTokens) else None
 
 
 def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, Tensor, slice]]:
@@ -94,7 +58,7 @@ def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, T
         yield pages, None if dense else (begins + steps).clamp(max=tokens.stop - 1), real, tokens
 
 
-def _by_page(codes: _Unpacked, index: Tensor | None, tokens: slice, real: Tensor, dtype: torch.dtype) -> Tensor:
+def _by_page(codes: TwoTierCodes, index: Tensor | None, tokens: slice, real: Tensor, dtype: torch.dtype) -> Tensor:
     chosen = codes(tokens if index is None else index.flatten(), dtype)
     return chosen.unflatten(0, real.shape)  # [p, page, D]
 
@@ -110,7 +74,7 @@ def packed_scores(query: Tensor, packed: PackedTokens) -> Tensor:
         [T, Q] in the query's dtype.
     """
     scores = query.new_empty(len(packed), query.shape[1])
-    unpacked = _Unpacked(packed, "key")
+    unpacked = packed.codes("key")
     for pages, index, real, tokens in _page_chunks(packed):
         mine = query[packed.page_row[pages].long()]  # [p, Q, D]
         scale, zero = packed.key_params(pages)
@@ -133,7 +97,7 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
     """
     dim, groups = packed.value_codes.shape[1] * 8 // packed.bits.value, packed.value_scale.shape[1]
     out = probs.new_zeros(rows, probs.shape[1], groups, dim // groups)
-    unpacked = _Unpacked(packed, "value")
+    unpacked = packed.codes("value")
     for pages, index, real, tokens in _page_chunks(packed):
         chosen = tokens if index is None else index
         weights, scale, zero = (
@@ -153,11 +117,11 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
 def part_scores(query: Tensor, part: Part) -> Tensor:
     """Dot products [T, Q] of each row's queries [R, Q, D] with the row's tokens of a part, its bias left out."""
     stored = part.tokens
-    if isinstance(stored, PackedTokens) and part.table is None:
-        return packed_scores(quant.hadamard(query), stored)
+    if part.packed is not None and part.table is None:
+        return packed_scores(quant.hadamard(query), part.packed)
     row = stored.token_row()
     scores = query.new_empty(len(stored), query.shape[1])
-    decode = _packed_keys(stored) if isinstance(stored, PackedTokens) else stored.decode_keys
+    decode = stored.key_decoder()
     for at in range(0, len(stored), TOKENS_AT_ONCE):
         tokens = slice(at, at + TOKENS_AT_ONCE)
         key = decode(tokens)  # [t, D] float32
@@ -171,13 +135,13 @@ def part_scores(query: Tensor, part: Part) -> Tensor:
 def part_values(probs: Tensor, part: Part, rows: int) -> Tensor:
     """Sums [R, Q, D] of each row's values of a part, weighted by ``probs`` [T, Q]."""
     stored = part.tokens
-    if isinstance(stored, PackedTokens):
-        return quant.hadamard(packed_values(probs, stored, rows))
-    row = stored.token_row()
-    out = probs.new_zeros(rows, probs.shape[1], stored.decode_values(slice(0, 0)).shape[1])
+    if part.packed is not None:
+        return quant.hadamard(packed_values(probs, part.packed, rows))
+    row, decode = stored.token_row(), stored.value_decoder()
+    out = probs.new_zeros(rows, probs.shape[1], decode(slice(0, 0)).shape[1])
     for at in range(0, len(stored), TOKENS_AT_ONCE):
         tokens = slice(at, at + TOKENS_AT_ONCE)
-        value = stored.decode_values(tokens).to(probs.dtype)  # [t, D]
+        value = decode(tokens).to(probs.dtype)  # [t, D]
         out.index_add_(0, row[tokens], probs[tokens, :, None] * value[:, None])
     return out
 
@@ -220,7 +184,7 @@ def attend(
         >>> torch.allclose(out, torch.ones(1, 2, 16), atol=1e-3)  # a mean of equal values
         True
     """
-    if query.dtype != torch.float32 and any(isinstance(p.tokens, PackedTokens) and p.tokens.wide for p in parts):
+    if query.dtype != torch.float32 and any(part.packed is not None and part.packed.wide for part in parts):
         given = parts, weights, bias, softcap, into, decay
         out, full_mass, masses = attend(query.float(), key.float(), value.float(), *given)
         return out.to(query.dtype), full_mass, masses
@@ -268,33 +232,15 @@ def _finish(scores: Tensor, bias: Tensor | None, softcap: float | None) -> Tenso
     return scores if bias is None else scores + bias
 
 
-def _packed_keys(packed: PackedTokens) -> Callable[[slice], Tensor]:
-    """Function from a slice of tokens to their keys [t, D] float32, rotated back."""
-    page, codes = packed.token_page(), _Unpacked(packed, "key")
-
-    def decode(tokens: slice) -> Tensor:
-        scale, zero = packed.key_params(page[tokens])
-        return quant.hadamard(codes(tokens, torch.float32) * scale + zero)
-
-    return decode
-
-
-def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of all packed tokens, rotated back: each [T, D]. For checks and for foreign attention."""
-    every = slice(0, len(packed))
-    values = _Unpacked(packed, "value")(every, torch.float32).unflatten(-1, (packed.value_scale.shape[1], -1))
-    scale, zero = packed.value_params(every)
-    values = values * scale[..., None] + zero[..., None]
-    return _packed_keys(packed)(every).to(dtype), quant.hadamard(values.flatten(-2)).to(dtype)
+def dequantise(stored: StoredTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of all stored tokens, each [T, D], as they were before; for checks and foreign attention."""
+    every = slice(0, len(stored))
+    return stored.key_decoder()(every).to(dtype), stored.value_decoder()(every).to(dtype)
 
 
 def decoded(part: Part) -> tuple[Tensor, Tensor]:
     """Keys, rotated as the part says, and values of all its tokens: each [T, D] float32."""
-    stored, every = part.tokens, slice(0, len(part.tokens))
-    if isinstance(stored, PackedTokens):
-        key, value = dequantise(stored, torch.float32)
-    else:
-        key, value = stored.decode_keys(every), stored.decode_values(every)
+    key, value = dequantise(part.tokens, torch.float32)
     if part.table is not None and part.positions is not None:
         key = rope.rotate(key, part.table[part.positions])
     return key, value

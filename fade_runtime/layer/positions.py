@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fade_runtime.kernels.reference import Part, decoded
 from fade_runtime.layer.attention import FullTokens
-from fade_runtime.layer.store import Body, TokenStore
+from fade_runtime.layer.store import TokenStore
 from fade_runtime.storage.tiers import rank_in_row
+from fade_runtime.storage.tokens import StoredTokens
 from predictor import rope
 
 
@@ -64,7 +65,7 @@ class Positions:
         at = index.gather(1, full.slots.long().clamp(min=0))[:, None]
         return rope.rotate(full.key.float(), self._table(ids)[at]).to(full.key.dtype)
 
-    def original(self, store: TokenStore, tokens: Body) -> Part:
+    def original(self, store: TokenStore, tokens: StoredTokens) -> Part:
         """A tier of the body, to be read at its original positions."""
         if self.rotary is None:
             return Part(tokens)

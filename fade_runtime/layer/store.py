@@ -5,23 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fade_runtime.config.config import FadeConfig
+from fade_runtime.kernels.dispatch import pick_quantiser
 from fade_runtime.layer.attention import FullTokens
 from fade_runtime.layer.sequences import Sequences
 from fade_runtime.storage.packed import PackedTokens, pack_tokens
+from fade_runtime.storage.pq import LayerCodebook, PQTokens
 from fade_runtime.storage.spill import Spill, SpilledTokens
 from fade_runtime.storage.tiers import Tier
+from fade_runtime.storage.tokens import StoredTokens, joined
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from fade_runtime.storage.pq import LayerCodebook, PQTokens
-
-Body = Union[PackedTokens, "PQTokens"]
 
 
 class BodyTokens(NamedTuple):
@@ -98,14 +96,10 @@ class TokenStore:
             dim, key.device, value_dim=value.shape[3], bits=config.bits, page_tokens=config.page_tokens, state=state,
             pq=0 if codebook is None else codebook.width,
         )  # fmt: skip
-        self.pq: PQTokens | None = None
-        if codebook is not None:
-            from fade_runtime.storage.pq import PQTokens
-
-            self.pq = PQTokens.empty(batch * heads, codebook, key.device, state=state)
+        self.pq = None if codebook is None else PQTokens.empty(batch * heads, codebook, key.device, state=state)
         self.profiles = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
         self.spilled = None if spill is None else SpilledTokens(spill, key.device)
-        self.back: list[Body] = []
+        self.back: list[StoredTokens] = []
         self.sequences = Sequences(0, batch, key.device)
         self.moved = [0] * batch
         self.seen = self.evicted = 0
@@ -125,9 +119,13 @@ class TokenStore:
         """Whether any token has left full precision."""
         return self.evicted > 0 or len(self.full) < self.seen or any(len(tokens) for tokens in self.body())
 
-    def body(self) -> list[Body]:
+    def body(self) -> list[StoredTokens]:
         """The tiers below full precision, those that exist."""
-        return [self.packed, *([] if self.pq is None else [self.pq]), *self.back]
+        return [*self._tiers(), *self.back]
+
+    def _tiers(self) -> list[StoredTokens]:
+        """The packed tokens, then the product-quantised ones, if there is such a tier."""
+        return [self.packed] if self.pq is None else [self.packed, self.pq]
 
     def whole(self) -> TokenStore:
         """A view of the same tokens with the spilled ones among them, to be read and then forgotten."""
@@ -136,17 +134,14 @@ class TokenStore:
             view.back = [body for bodies in self.spilled.read() for body in bodies if len(body)]
         return view
 
-    def restore(self, chosen: Callable[[Body], Tensor] | None = None) -> int:
+    def restore(self, chosen: Callable[[StoredTokens], Tensor] | None = None) -> int:
         """Bring spilled tokens back, all or those that a function of a tier chooses, [T] bool; returns their number."""
         return 0 if self.spilled is None else self.take_in(self.spilled.take(chosen))
 
-    def take_in(self, bodies: Sequence[Body]) -> int:
-        """Join tokens that were evicted to their tiers; returns their number."""
-        for body in bodies:
-            if isinstance(body, PackedTokens):
-                self.packed = self.packed.join(body)
-            elif self.pq is not None:
-                self.pq = self.pq.join(body)
+    def take_in(self, bodies: Sequence[StoredTokens]) -> int:
+        """Join tokens that were evicted to their tiers, one body for each tier or none; returns their number."""
+        self.packed, *rest = joined(self._tiers(), list(bodies))
+        self.pq = rest[0] if rest else None
         count = sum(map(len, bodies))
         self.evicted -= count
         return count
@@ -258,9 +253,9 @@ class TokenStore:
         added = self._pack(leaving.at(packs), fate[packs] == Tier.LOW)
         if self.pq is not None:
             joins = leaving.at(fate == Tier.PQ)
-            fresh = self._codes(joins), joins.row, joins.slot, joins.state
-            self.pq = self._to_pq(packed_tiers == Tier.PQ, pq_tiers[0] == Tier.PQ, fresh)
-        if bool((packed_tiers != self.tiers(self.packed)).any()):
+            kept = self.pq.keep(pq_tiers[0] == Tier.PQ).absorb(self.packed, packed_tiers == Tier.PQ)
+            self.pq = kept.add(*self._values_of(joins), joins.row, joins.slot, joins.state)
+        if bool((packed_tiers != self.packed.tiers()).any()):
             self.packed = self.packed.retier(packed_tiers)
         self.packed = self.packed.join(added)
         self.full = self._columns(self._staying(due, from_recent))
@@ -275,7 +270,7 @@ class TokenStore:
             torch.cat([tokens.token_row() for tokens in body]),
             torch.cat([tokens.slots() for tokens in body]),
             torch.cat(states) if states else None,
-            torch.cat([self.tiers(tokens) for tokens in body]),
+            torch.cat([tokens.tiers() for tokens in body]),
         )
 
     def _leaves(self, due: Tensor, from_recent: Tensor) -> Tensor:
@@ -302,25 +297,21 @@ class TokenStore:
             chosen.state,
             low=low,
             bits=self.config.bits,
-            pq_codes=self._codes(chosen),
+            pq_codes=None if self.pq is None else self.pq.codebook.encode(key, value),
             page_tokens=self.config.page_tokens,
+            quantise=pick_quantiser(key.device),
         )
 
     def _values_of(self, chosen: _Leaving) -> tuple[Tensor, Tensor]:
         key, value = (t.flatten(0, 1)[chosen.row, chosen.column] for t in (self.full.key, self.full.value))
         return key, value
 
-    def _codes(self, chosen: _Leaving) -> Tensor | None:
-        """Product-quantised form [T, n] of chosen tokens, if there is a PQ tier."""
-        return None if self.pq is None else self.pq.codebook.encode(*self._values_of(chosen))
-
     def _spill(self, leaving: _Leaving, gone: Sequence[Tensor]) -> bool:
         """Store what is to be evicted, by masks of each body tier and of what leaves; whether that was possible."""
         assert self.spilled is not None
         *old, new = gone
-        away: list[Any] = [tokens.keep(mask) for tokens, mask in zip(self.body(), old)]
-        away[0] = away[0].join(self._pack(leaving.at(new)))
-        return self.spilled.add(away)
+        packed, *rest = (tokens.keep(mask) for tokens, mask in zip(self.body(), old))
+        return self.spilled.add([packed.join(self._pack(leaving.at(new))), *rest])
 
     def tensors(self) -> dict[str, Tensor]:
         """Every stored tensor `[...]` by its name: "policies" (profiles); ``full.``, ``packed.``, ``pq.`` and field."""
@@ -354,39 +345,6 @@ class TokenStore:
         key, value, bits = self.full.key, self.full.value, self.config.bits
         codes = (key.shape[3] * bits.key + value.shape[3] * bits.value) / 8
         return key.shape[3] + value.shape[3], key.element_size(), codes
-
-    def tiers(self, tokens: Body) -> Tensor:
-        """[T] int64 tier of each body token."""
-        if isinstance(tokens, PackedTokens):
-            return torch.where(tokens.low(), int(Tier.LOW), int(Tier.HIGH))
-        return torch.full_like(tokens.slots(), Tier.PQ)
-
-    def _to_pq(
-        self,
-        demoted: Tensor,
-        kept: Tensor,
-        fresh: tuple[Tensor | None, Tensor, Tensor, Tensor | None],
-    ) -> PQTokens:
-        """The PQ tier with what is demoted to it from the packed tokens, and what joins it from full precision."""
-        from fade_runtime.storage.pq import PQTokens
-
-        assert self.pq is not None
-        packed = self.packed
-        ours = (packed.pq_codes, packed.token_row(), packed.slots(), packed.state)
-        old = self.pq.keep(kept)
-        everything = torch.ones_like(fresh[1], dtype=torch.bool)
-        for (codes, row, slot, state), chosen in ((ours, demoted), (fresh, everything)):
-            assert codes is not None
-            more = PQTokens.make(
-                codes[chosen],
-                row[chosen],
-                slot[chosen],
-                count=len(self.pq.row_len),
-                codebook=self.pq.codebook,
-                state=None if state is None else state[chosen],
-            )
-            old = old.join(more)
-        return old
 
     def _staying(self, due: Tensor, from_recent: Tensor) -> Tensor:
         """Columns [B, n] of the full-precision tokens that stay, in order; -1 where a row has fewer than others."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fade_runtime.storage import quant
+from fade_runtime.storage.codes import TwoTierCodes
 from fade_runtime.storage.tiers import Tier, rank_in_row
 
 
@@ -91,8 +92,8 @@ class PackedTokens:
         none = torch.zeros(0, dtype=torch.long, device=device)
         key, value = (torch.zeros(0, width, device=device) for width in (dim, value_dim or dim))
         codes = torch.zeros(0, pq, dtype=torch.uint8, device=device) if pq else None
-        given = key, value, none, none, key[:, 0] if state else None
-        return pack_tokens(*given, bits=bits, pq_codes=codes, page_tokens=page_tokens)
+        statistics = key[:, 0] if state else None
+        return pack_tokens(key, value, none, none, statistics, bits=bits, pq_codes=codes, page_tokens=page_tokens)
 
     @functools.cached_property
     def derived(self) -> dict[str, Tensor]:
@@ -142,6 +143,37 @@ class PackedTokens:
         page = self.token_page()
         return rank_in_row(page) >= (self.page_len - self.page_low).long()[page]
 
+    def tiers(self) -> Tensor:
+        """[T] int64 tier of each token, HIGH or LOW."""
+        return torch.where(self.low(), int(Tier.LOW), int(Tier.HIGH))
+
+    def codes(self, name: Literal["key", "value"]) -> TwoTierCodes:
+        """The codes of keys or of values, to be read some tokens at a time."""
+        high, low = getattr(self, f"{name}_codes"), getattr(self, f"low_{name}_codes")
+        bits, low_bits = getattr(self.bits, name), getattr(self.bits, f"low_{name}")
+        return TwoTierCodes(high, low, bits, low_bits, self.low())
+
+    def key_decoder(self) -> Callable[[slice], Tensor]:
+        """Function from a slice of t tokens to their keys [t, D] float32, rotated back."""
+        page, codes = self.token_page(), self.codes("key")
+
+        def decode(tokens: slice) -> Tensor:
+            scale, zero = self.key_params(page[tokens])
+            return quant.hadamard(codes(tokens, torch.float32) * scale + zero)
+
+        return decode
+
+    def value_decoder(self) -> Callable[[slice], Tensor]:
+        """Function from a slice of t tokens to their values [t, D] float32, rotated back."""
+        groups, codes = self.value_scale.shape[1], self.codes("value")
+
+        def decode(tokens: slice) -> Tensor:
+            scale, zero = self.value_params(tokens)  # [t, groups]
+            values = codes(tokens, torch.float32).unflatten(-1, (groups, -1)) * scale[..., None] + zero[..., None]
+            return quant.hadamard(values.flatten(-2))
+
+        return decode
+
     def retier(self, tiers: Tensor) -> PackedTokens:
         """Return the tokens as a plan wants them: kept, demoted by code, or left out.
 
@@ -177,8 +209,7 @@ class PackedTokens:
 
     def keep(self, kept: Tensor) -> PackedTokens:
         """Return the tokens of a [T] bool mask, each in its tier."""
-        tier = torch.where(self.low(), int(Tier.LOW), int(Tier.HIGH))
-        return self.retier(torch.where(kept, tier, int(Tier.EVICTED)))
+        return self.retier(torch.where(kept, self.tiers(), int(Tier.EVICTED)))
 
     def select_rows(self, rows: Tensor) -> PackedTokens:
         """Return rows by index, in the given order and as often as named (beam search, batch selection)."""
@@ -220,6 +251,36 @@ def _segments(owner: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return starts[rows][owner_new] + rank_in_row(owner_new), owner_new
 
 
+class Quantised(NamedTuple):
+    """Rotated, quantised and packed tokens; shapes as in :class:`PackedTokens`."""
+
+    key_codes: Tensor
+    key_scale: Tensor
+    key_zero: Tensor
+    key_reach: Tensor
+    value_codes: Tensor
+    value_scale: Tensor
+    value_zero: Tensor
+
+
+Quantiser = Callable[[Tensor, Tensor, Tensor, Bits], Quantised]  # arguments as those of :func:`quantise`
+
+
+def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quantised:
+    """Rotate, quantise and pack tokens, in plain torch.
+
+    Args:
+        key, value: [T, D] in any float dtype. page_len: [P] tokens of each page. bits: those of the high tier are used.
+
+    Returns:
+        codes of the high tier with their scales: of keys by page, of values by token.
+    """
+    pages = torch.arange(len(page_len), device=key.device)
+    page = pages.repeat_interleave(page_len.long(), output_size=len(key))
+    keys = quant.quantise_keys(quant.hadamard(key.float()), page, len(page_len), bits.key)
+    return Quantised(*keys, *quant.quantise_values(quant.hadamard(value.float()), bits.value))
+
+
 def pack_tokens(
     key: Tensor,
     value: Tensor,
@@ -231,6 +292,7 @@ def pack_tokens(
     bits: Bits = DEFAULT_BITS,
     pq_codes: Tensor | None = None,
     page_tokens: int = quant.PAGE,
+    quantise: Quantiser = quantise,
 ) -> PackedTokens:
     """Quantise tokens into fresh pages.
 
@@ -241,6 +303,7 @@ def pack_tokens(
         bits: of the codes of both tiers.
         pq_codes: [T, n] uint8 to keep beside the codes, or None.
         page_tokens: most tokens of a page, whose keys share scales.
+        quantise: what rotates, quantises and packs on the device of ``key``; plain torch by default.
 
     Example:
         >>> rows = torch.tensor([0] * 70 + [1] * 3)
@@ -253,19 +316,12 @@ def pack_tokens(
     page = opens.cumsum(0) - 1  # [T]
     page_row = rows[opens].to(torch.int32)
     page_len = torch.bincount(page, minlength=len(page_row)).to(torch.int32)
-    quantised = _quantiser(key.device)(key, value, page_len, bits)
-    key_codes, key_scale, key_zero, key_reach, value_codes, value_scale, value_zero = quantised
+    quantised = quantise(key, value, page_len, bits)
     page_slot = slots[opens]
     packed = PackedTokens(
-        key_codes=key_codes,
-        value_codes=value_codes,
-        low_key_codes=key_codes.new_empty(0, key.shape[1] * bits.low_key // 8),
-        low_value_codes=key_codes.new_empty(0, value.shape[1] * bits.low_value // 8),
-        key_scale=key_scale,
-        key_zero=key_zero,
-        key_reach=key_reach,
-        value_scale=value_scale,
-        value_zero=value_zero,
+        **quantised._asdict(),
+        low_key_codes=quantised.key_codes.new_empty(0, key.shape[1] * bits.low_key // 8),
+        low_value_codes=quantised.key_codes.new_empty(0, value.shape[1] * bits.low_value // 8),
         page_len=page_len,
         page_low=torch.zeros_like(page_len),
         page_row=page_row,
@@ -279,30 +335,6 @@ def pack_tokens(
     if low is None or not bool(low.any()):
         return packed
     return packed.retier(torch.where(low, int(Tier.LOW), int(Tier.HIGH)))
-
-
-def _quantiser(device: torch.device) -> Callable[..., tuple[Tensor, ...]]:
-    if device.type == "cpu":
-        return quantise
-    from fade_runtime.kernels.dispatch import pick_quantiser  # which stands on this file
-
-    return pick_quantiser(device)
-
-
-def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> tuple[Tensor, ...]:
-    """Rotate, quantise and pack tokens, in plain torch.
-
-    Args:
-        key, value: [T, D] in any float dtype. page_len: [P] tokens of each page. bits: those of the high tier are used.
-
-    Returns:
-        key codes [T, D * bits / 8], their scale and zero [P, D] and reach [P, 3]; value codes, their scale and zero
-        [T, groups].
-    """
-    pages = torch.arange(len(page_len), device=key.device)
-    page = pages.repeat_interleave(page_len.long(), output_size=len(key))
-    keys = quant.quantise_keys(quant.hadamard(key.float()), page, len(page_len), bits.key)
-    return *keys, *quant.quantise_values(quant.hadamard(value.float()), bits.value)
 
 
 def _smallest(offset: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ trained by `python -m pipelines.train_codebook` and stored as safetensors and JS
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fade_runtime import transformers_api as hf
+from fade_runtime.storage.packed import PackedTokens
+from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
 from predictor.provenance import check_provenance, head_dim
 from predictor.sealed import Header, Sealed
@@ -71,7 +73,7 @@ class PQCodebook:
         Raises:
             FadeError: sizes that do not fit, too few vectors, or numbers that are not finite in float16.
         """
-        from sklearn.cluster import KMeans
+        from sklearn.cluster import KMeans  # heavy, and needed only here
 
         count, dim = vectors.shape
         check_sizes(dim, sub_dim, num_centroids)
@@ -209,13 +211,19 @@ class PQTokens:
         """[T] int64: the logical slot of each token."""
         return self.slot.long()
 
-    def decode_keys(self, tokens: slice) -> Tensor:
-        """Un-rotated keys [t, D] float32."""
-        return self.codebook.key.decode(self.codes[tokens, : self.codebook.key.width])
+    def tiers(self) -> Tensor:
+        """[T] int64 tier of each token: PQ."""
+        return torch.full_like(self.slots(), Tier.PQ)
 
-    def decode_values(self, tokens: slice) -> Tensor:
-        """Values [t, D] float32."""
-        return self.codebook.value.decode(self.codes[tokens, self.codebook.key.width :])
+    def key_decoder(self) -> Callable[[slice], Tensor]:
+        """Function from a slice of t tokens to their keys [t, D] float32, un-rotated by position."""
+        book = self.codebook.key
+        return lambda tokens: book.decode(self.codes[tokens, : book.width])
+
+    def value_decoder(self) -> Callable[[slice], Tensor]:
+        """Function from a slice of t tokens to their values [t, D] float32."""
+        book, start = self.codebook.value, self.codebook.key.width
+        return lambda tokens: book.decode(self.codes[tokens, start:])
 
     def keep(self, kept: Tensor) -> PQTokens:
         """Return the tokens of a [T] bool mask."""
@@ -238,6 +246,29 @@ class PQTokens:
             state = torch.cat((self.state, other.state))
         codes = torch.cat((self.codes, other.codes))
         return replace(self, codes=codes, slot=slot, state=state)._take(order, self.row_len + other.row_len)
+
+    def add(self, key: Tensor, value: Tensor, rows: Tensor, slots: Tensor, state: Tensor | None) -> PQTokens:
+        """Encode tokens and join them.
+
+        Args:
+            key, value: [T, D] in any float dtype, keys un-rotated. rows: [T] sorted ascending. slots: [T].
+            state: [T] statistics or None.
+        """
+        return self._join_coded(self.codebook.encode(key, value), rows, slots, state)
+
+    def absorb(self, packed: PackedTokens, demoted: Tensor) -> PQTokens:
+        """Join packed tokens that are demoted, by the codes that they have kept for it.
+
+        Args:
+            packed: T tokens with ``pq_codes``. demoted: [T] bool.
+        """
+        assert packed.pq_codes is not None
+        state = None if packed.state is None else packed.state[demoted]
+        rows, slots = packed.token_row()[demoted], packed.slots()[demoted]
+        return self._join_coded(packed.pq_codes[demoted], rows, slots, state)
+
+    def _join_coded(self, codes: Tensor, rows: Tensor, slots: Tensor, state: Tensor | None) -> PQTokens:
+        return self.join(PQTokens.make(codes, rows, slots, len(self.row_len), self.codebook, state))
 
     def _take(self, index: Tensor, row_len: Tensor) -> PQTokens:
         """Tokens by index or mask, which leaves ``row_len`` of them in each row."""

@@ -14,20 +14,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fade_runtime.storage.packed import PackedTokens
 from fade_runtime.storage.spillfiles import SpillError, SpillFile, SpillFolder
+from fade_runtime.storage.tokens import StoredTokens, joined, none_of
 
-if TYPE_CHECKING:
-    from fade_runtime.storage.pq import PQTokens
-
-Body = Union[PackedTokens, "PQTokens"]
 LARGEST = 8  # a chunk of more than the limit divided by this is not merged with others
 FAILURES = (OSError, MemoryError, RuntimeError, SafetensorError)  # torch says RuntimeError when memory is short
 
@@ -44,7 +40,9 @@ class Chunk:
         shared: a copy of the cache has it too.
     """
 
-    def __init__(self, forms: Sequence[Body], stored: dict[str, Tensor] | SpillFile, nbytes: int, tokens: int) -> None:
+    def __init__(
+        self, forms: Sequence[StoredTokens], stored: dict[str, Tensor] | SpillFile, nbytes: int, tokens: int
+    ) -> None:
         self.forms, self.stored, self.nbytes, self.tokens = forms, stored, nbytes, tokens
         self.shared = False
 
@@ -58,7 +56,7 @@ class Chunk:
         self.tokens = self.nbytes = 0
         self.stored = {}
 
-    def read(self, device: torch.device) -> list[Body]:
+    def read(self, device: torch.device) -> list[StoredTokens]:
         """The tokens, on a device; of a chunk that was dropped, none.
 
         Raises:
@@ -70,7 +68,7 @@ class Chunk:
             stored = load(stored.read())
         if not self.tokens:  # dropped, maybe by a copy's thread just now
             return list(self.forms)
-        found: list[Body] = []
+        found: list[StoredTokens] = []
         for at, form in enumerate(self.forms):
             named = {name: stored[f"{at}.{name}"] for name in form.tensors()}
             held: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in named.items()}
@@ -141,7 +139,7 @@ class Spill:
             self._live = [each for each in self._live if each() is not None]
             return [chunk for each in self._live if (chunk := each()) is not None]
 
-    def write(self, bodies: Sequence[Body], instead: Sequence[Chunk] = ()) -> Chunk:
+    def write(self, bodies: Sequence[StoredTokens], instead: Sequence[Chunk] = ()) -> Chunk:
         """Store tokens, among them those of chunks that are to go afterwards.
 
         Raises:
@@ -150,7 +148,7 @@ class Spill:
         """
         held = {f"{at}.{name}": t.detach() for at, body in enumerate(bodies) for name, t in body.tensors().items()}
         nbytes, tokens = _nbytes(bodies), sum(map(len, bodies))
-        forms = [body.keep(torch.zeros(len(body), dtype=torch.bool, device=body.slots().device)) for body in bodies]
+        forms = [none_of(body) for body in bodies]
         with self._lock:
             if not self._make_room(nbytes, instead):
                 self.dropped += tokens
@@ -232,7 +230,7 @@ class SpilledTokens:
         """Every tensor in memory."""
         return [tensor for chunk in self.chunks if isinstance(chunk.stored, dict) for tensor in chunk.stored.values()]
 
-    def add(self, bodies: Sequence[Body]) -> bool:
+    def add(self, bodies: Sequence[StoredTokens]) -> bool:
         """Take in tokens of each kind; small chunks are merged, so that there are few. False: they were not stored."""
         if self.spill.broken is not None:
             return False
@@ -242,7 +240,7 @@ class SpilledTokens:
         try:
             while last and self.chunks[last - 1].nbytes <= 2 * nbytes and (most is None or 3 * nbytes <= most):
                 last -= 1
-                bodies = _joined(self._read(self.chunks[last]), bodies)
+                bodies = joined(self._read(self.chunks[last]), bodies)
                 nbytes = _nbytes(bodies)
             chunk = self.spill.write(bodies, self.chunks[last:])
         except FAILURES as error:  # also of memory for joining them
@@ -253,16 +251,16 @@ class SpilledTokens:
         self.chunks = [*self.chunks[:last], chunk]
         return True
 
-    def read(self) -> list[list[Body]]:
+    def read(self) -> list[list[StoredTokens]]:
         """All tokens that are there, chunk by chunk, each kind by itself."""
         found = [self._read(chunk) for chunk in self.chunks if chunk.tokens]
         self.chunks = [chunk for chunk in self.chunks if chunk.tokens]
         return [bodies for bodies in found if bodies]
 
-    def take(self, chosen: Callable[[Body], Tensor] | None = None) -> list[Body]:
+    def take(self, chosen: Callable[[StoredTokens], Tensor] | None = None) -> list[StoredTokens]:
         """Take out tokens, those that a function of each kind chooses, [T] bool, or all; an empty list without any."""
 
-        def parts(bodies: list[Body]) -> tuple[list[Body], list[Body]]:
+        def parts(bodies: list[StoredTokens]) -> tuple[list[StoredTokens], list[StoredTokens]]:
             if chosen is None:
                 return bodies, []
             mine = [chosen(body) for body in bodies]
@@ -275,11 +273,13 @@ class SpilledTokens:
 
         return self._rewrite(parts)
 
-    def select_rows(self, rows: Tensor) -> list[Body]:
+    def select_rows(self, rows: Tensor) -> list[StoredTokens]:
         """Keep rows by index, in the given order and as often as named; returns tokens that could not be stored so."""
         return self._rewrite(lambda bodies: ([], [body.select_rows(rows) for body in bodies]))
 
-    def _rewrite(self, parts: Callable[[list[Body]], tuple[list[Body], list[Body]]]) -> list[Body]:
+    def _rewrite(
+        self, parts: Callable[[list[StoredTokens]], tuple[list[StoredTokens], list[StoredTokens]]]
+    ) -> list[StoredTokens]:
         """Replace each chunk by a part of it, all chunks at once at the end.
 
         Args:
@@ -288,7 +288,7 @@ class SpilledTokens:
         Returns:
             what came out, and what could not be stored again: better back in the cache than lost.
         """
-        out: list[Body] = []
+        out: list[StoredTokens] = []
         chunks: list[Chunk] = []
         replaced: list[Chunk] = []
         for chunk in self.chunks:
@@ -296,7 +296,7 @@ class SpilledTokens:
             if not any(map(len, bodies)):
                 continue
             leaving, staying = parts(bodies)
-            out = _joined(out, leaving) if leaving else out
+            out = joined(out, leaving)
             if staying is bodies:
                 chunks.append(chunk)
                 continue
@@ -305,16 +305,16 @@ class SpilledTokens:
                 try:
                     chunks.append(self._write(staying, replaced))
                 except SpillError:
-                    out = _joined(out, staying)
+                    out = joined(out, staying)
         self.chunks = chunks
         return out
 
-    def _write(self, bodies: Sequence[Body], instead: Sequence[Chunk]) -> Chunk:
+    def _write(self, bodies: Sequence[StoredTokens], instead: Sequence[Chunk]) -> Chunk:
         if self.spill.broken is not None:
             raise SpillError(self.spill.broken)
         return self.spill.write(bodies, instead)
 
-    def _read(self, chunk: Chunk) -> list[Body]:
+    def _read(self, chunk: Chunk) -> list[StoredTokens]:
         try:
             return chunk.read(self.device)
         except SpillError as error:
@@ -322,12 +322,7 @@ class SpilledTokens:
             return []
 
 
-def _joined(first: Sequence[Any], second: Sequence[Any]) -> list[Body]:
-    """Tokens of two chunks, kind by kind."""
-    return [ours.join(theirs) for ours, theirs in zip(first, second)] if first else list(second)
-
-
-def _nbytes(bodies: Sequence[Body]) -> int:
+def _nbytes(bodies: Sequence[StoredTokens]) -> int:
     return sum(t.numel() * t.element_size() for body in bodies for t in body.tensors().values())
 
 

@@ -89,7 +89,7 @@ def stored(cache: TieredCache, layer: int, row: int, head: int) -> dict[str, lis
     found = {"FP16": full[full >= 0].sort().values.tolist()}
     for at, body in enumerate(store.body()):
         own = body.token_row() == row * store.heads + head
-        low = own & (store.tiers(body) > 1)
+        low = own & (body.tiers() > 1)
         found |= {f"{at}": body.slots()[own].sort().values.tolist(), f"{at} low": body.slots()[low].tolist()}
     return found
 

@@ -16,7 +16,7 @@ import torch
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.cpu import attention as cpu
 from fade_runtime.kernels.dispatch import forget, pick_kernel, pick_quantiser
-from fade_runtime.storage import packed
+from fade_runtime.storage.packed import quantise
 from predictor.errors import FadeError
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
@@ -34,7 +34,7 @@ def test_a_gpu_whose_kernels_fail_their_test_gets_plain_torch_and_says_why() -> 
     said = "slow attention over packed tokens: the Triton kernels do not run on cuda: "
     with pytest.warns(RuntimeWarning, match=said):
         assert pick_kernel(CUDA) is reference.attend
-    assert pick_quantiser(CUDA) is packed.quantise  # decided, and said, once
+    assert pick_quantiser(CUDA) is quantise  # decided, and said, once
 
 
 @pytest.mark.kernels
@@ -49,7 +49,7 @@ def test_plain_torch_for_other_devices_and_on_request(device: torch.device, monk
     if device == CUDA:
         monkeypatch.setenv("FADE_KERNEL", "reference")
     assert pick_kernel(device) is reference.attend
-    assert pick_quantiser(device) is packed.quantise
+    assert pick_quantiser(device) is quantise
 
 
 def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_empty_tokens_take_part() -> None:
     )  # fmt: skip
     assert Lists(none.join(some)).rows == Lists(some.join(none)).rows == Lists(some).rows
     assert len(none.keep(torch.zeros(0, dtype=torch.bool))) == len(none.select_rows(torch.tensor([2, 0]))) == 0
-    assert none.decode_keys(slice(0, 0)).shape == none.decode_values(slice(0, 0)).shape == (0, 16)
+    assert none.key_decoder()(slice(0, 0)).shape == none.value_decoder()(slice(0, 0)).shape == (0, 16)
     assert "state" not in PQTokens.empty(rows, book, torch.device("cpu"), state=False).tensors()
 
 
@@ -188,8 +188,8 @@ def test_tokens_decode_to_what_was_encoded_and_slots_are_small() -> None:
         tokens = PQTokens.make(codes, torch.zeros(6, dtype=torch.long), slots, 1, book, None)
         assert tokens.slot.dtype == dtype
         assert torch.equal(tokens.slots(), slots)
-    assert torch.equal(tokens.decode_keys(slice(1, 4)), book.key.decode(book.key.encode(key[1:4])))
-    assert torch.equal(tokens.decode_values(slice(1, 4)), book.value.decode(book.value.encode(value[1:4])))
+    assert torch.equal(tokens.key_decoder()(slice(1, 4)), book.key.decode(book.key.encode(key[1:4])))
+    assert torch.equal(tokens.value_decoder()(slice(1, 4)), book.value.decode(book.value.encode(value[1:4])))
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------

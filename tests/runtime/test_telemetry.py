@@ -50,7 +50,7 @@ def membership(layer: TieredLayer) -> list[dict[int, int]]:
     """Slot -> tier of each row, found one token at a time."""
     rows: list[dict[int, int]] = [{} for _ in range(BATCH * HEADS)]
     for tokens in layer.tokens.body():
-        tiers, slots = layer.tokens.tiers(tokens).tolist(), tokens.slots().tolist()
+        tiers, slots = tokens.tiers().tolist(), tokens.slots().tolist()
         for row, slot, tier in zip(tokens.token_row().tolist(), slots, tiers):
             rows[row][slot] = tier
     for row, found in enumerate(rows):

@@ -116,8 +116,8 @@ _KNOWN: dict[int, _Stored] = {}  # by id of the tokens, which never change; an e
 
 def _stored(part: Part) -> _Stored | None:
     """What C reads of a part, or None if it cannot; found once for each set of tokens."""
-    packed = part.tokens
-    if part.table is not None or not isinstance(packed, PackedTokens):
+    packed = part.packed
+    if part.table is not None or packed is None:
         return None
     known, at = _KNOWN.get(id(packed)), id(packed)
     if known is not None or not _fits(packed):

@@ -131,8 +131,8 @@ def _mass(scores: Tensor, weights: Tensor, row_of: Tensor, top: Tensor, total: T
 
 def _fits(part: Part, dim: int) -> bool:
     """Whether tokens are packed, in float16 alone, values as wide as keys, and a tile of them fits into a program."""
-    packed = part.tokens
-    if not isinstance(packed, PackedTokens) or packed.wide:
+    packed = part.packed
+    if packed is None or packed.wide:
         return False
     same = packed.value_codes.shape[1] * packed.bits.key == packed.key_codes.shape[1] * packed.bits.value
     return same and dim <= (WIDEST if part.table is None else WIDEST_TURNED)

@@ -7,15 +7,14 @@ from torch import Tensor
 
 from fade_runtime.kernels.reference import Part
 from fade_runtime.kernels.triton.pack_kernel import dequantise
-from fade_runtime.storage.packed import PackedTokens
 from fade_runtime.storage.tiers import rank_in_row
 from predictor import rope
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, part: Part, bias: Tensor | None) -> Tensor:
     """SDPA over the tokens of a layer, dequantised for this call; arguments as those of :func:`attend`."""
-    packed = part.tokens
-    assert isinstance(packed, PackedTokens)
+    packed = part.packed
+    assert packed is not None
     length, row = key.shape[1], packed.token_row()
     counts = torch.bincount(row, minlength=len(query))
     longest = int(counts.max()) if len(row) else 0

@@ -23,9 +23,7 @@ from fade_runtime.kernels.triton.codes import (
     units,
 )
 from fade_runtime.storage import quant
-from fade_runtime.storage.packed import Bits, PackedTokens
-
-Quantised = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+from fade_runtime.storage.packed import Bits, PackedTokens, Quantised
 
 
 @triton.jit
@@ -273,8 +271,7 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quanti
         key, value: [T, D], of any float dtype. page_len: [P] int32 tokens of each page. bits: those of the high tier.
 
     Returns:
-        key codes [T, D * bits / 8], their scale and zero [P, D] and reach [P, 3]; value codes, their scale and zero
-        [T, groups].
+        codes of the high tier with their scales: of keys by page, of values by token.
     """
     tokens, dim, value_dim, pages = len(key), key.shape[1], value.shape[1], len(page_len)
     codes, value_codes = (
@@ -291,7 +288,7 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quanti
     given = (value.contiguous(), value_codes, value_scale, value_zero, tokens, groups)
     grid = (triton.cdiv(tokens, quant.PAGE),)
     launch(pack_values_kernel, grid, value, *given, *value_fixed, num_warps=_warps(value_dim))
-    return codes, scale, zero, reach, value_codes, value_scale, value_zero
+    return Quantised(codes, scale, zero, reach, value_codes, value_scale, value_zero)
 
 
 def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,7 @@ from fade_runtime.cache.telemetry import attention_path
 from fade_runtime.kernels.dispatch import forget
 from fade_runtime.kernels.triton import attention as triton
 from fade_runtime.kernels.triton import pack_kernel as triton_pack
-from fade_runtime.layer import attention
-from fade_runtime.storage import packed
+from fade_runtime.layer import attention, store
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.runtime.test_memory import reachable_bytes
@@ -42,7 +41,7 @@ def test_a_cache_in_triton_answers_as_one_in_plain_torch(name: str, monkeypatch:
     config = FadeConfig(n_sink=2, recent_window=8, reassign_every=4, **CONFIGS[name])
     monkeypatch.setattr("fade_runtime.cache.telemetry.pick_kernel", lambda device: triton.attend)
     monkeypatch.setattr(attention, "pick_kernel", lambda device: triton.attend)
-    monkeypatch.setattr(packed, "_quantiser", lambda device: triton_pack.quantise)
+    monkeypatch.setattr(store, "pick_quantiser", lambda device: triton_pack.quantise)
     ours, cache = _logits(config)
     assert attention_path(cache.tiered[0]) == "triton"
     assert len(cache.tiered[0].store.packed.derived) > 0
