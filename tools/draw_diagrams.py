@@ -47,7 +47,7 @@ mermaid.render({name}, {source}).then(drawn => {{ document.body.textContent = dr
 def draw(source: str, script: Path) -> str:
     """The SVG of a mermaid block."""
     page = PAGE.format(
-        script=script.resolve().as_uri(), settings=json.dumps(SETTINGS), name=json.dumps(name_of(source)),
+        script=script.resolve().as_uri(), settings=json.dumps(SETTINGS), name=json.dumps(f"diagram-{name_of(source)}"),
         source=json.dumps(source),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
