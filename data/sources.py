@@ -11,14 +11,16 @@ from data.corpus import Text, builtin_families
 from data.records import columns_of, file_texts, record_text, split_fields, text_files
 from predictor.errors import FadeError
 
-SECTION = 24_000  # characters; a longer file counts as several origins, so that one book fills both splits
-LONG = 8_000  # characters; a longer passage is cut further, so that a text without blank lines gives documents too
+SECTION_LENGTH = 24_000  # characters; a longer file counts as several origins, so that one book fills both splits
+MAX_PASSAGE = (
+    8_000  # characters; a longer passage is cut further, so that a text without blank lines gives documents too
+)
 _ENDS = (  # what ends a passage: blank lines; where that leaves it too long line ends, then sentences, then words
     re.compile(r"(\n(?:[ \t]*\n)+)"),
     re.compile(r"(\n)"),
     re.compile(r"((?<=[.!?])\s+|(?<=[。！？])(?!\s))"),
 )
-_WORDS = re.compile(rf"(?s).{{1,{LONG}}}(?:\s+|$)|.{{1,{LONG}}}")
+_WORDS = re.compile(rf"(?s).{{1,{MAX_PASSAGE}}}(?:\s+|$)|.{{1,{MAX_PASSAGE}}}")
 
 
 def open_source(source: str, seed: int = 0, render: Render = role_lines) -> list[Iterator[Text]]:
@@ -43,8 +45,8 @@ def open_source(source: str, seed: int = 0, render: Render = role_lines) -> list
 def passages(text: str) -> list[str]:
     r"""Cut a text at its blank lines; the pieces joined give the text back.
 
-    A piece longer than :data:`LONG` is cut at its line ends, a longer line at its sentences, a longer sentence between
-    words.
+    A piece longer than :data:`MAX_PASSAGE` is cut at its line ends, a longer line at its sentences, a longer sentence
+    between words.
 
     Example:
         >>> passages("one\n\n  two\n \n\nthree")
@@ -59,9 +61,9 @@ def _cut(text: str, ends: Sequence[re.Pattern[str]]) -> Iterator[str]:
     end, *finer = ends
     pieces = end.split(text) + [""]
     for piece in map("".join, zip(pieces[::2], pieces[1::2])):
-        if len(piece) > LONG and finer:
+        if len(piece) > MAX_PASSAGE and finer:
             yield from _cut(piece, finer)
-        elif len(piece) > LONG:
+        elif len(piece) > MAX_PASSAGE:
             yield from _WORDS.findall(piece)
         elif piece:
             yield piece
@@ -84,7 +86,7 @@ def _sections(text: str, whole: bool = False) -> Iterator[str]:
     for passage in [text] if whole else passages(text):
         parts.append(passage)
         size += len(passage)
-        if size >= SECTION:
+        if size >= SECTION_LENGTH:
             yield "".join(parts)
             parts, size = [], 0
     if "".join(parts).strip():

@@ -18,7 +18,7 @@ from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
 from predictor.nets import LOG_EMA, ScoreNet, build_net, tensors_of
 from predictor.provenance import check_provenance, model_provenance
-from predictor.scorenet import LATER
+from predictor.scorenet import OPTIONAL_TENSORS
 from predictor.sealed import Header, Sealed
 
 VERSION = 2  # 1 had no checksum over bundle.json
@@ -164,7 +164,7 @@ def _read_net(path: Path, name: str, facts: Mapping[str, Any]) -> ScoreNet:
     expected = tensors_of(facts["kind"], facts["config"])
 
     def check(found: Header) -> None:
-        if found != {key: of for key, of in expected.items() if key in found or key not in LATER}:
+        if found != {key: of for key, of in expected.items() if key in found or key not in OPTIONAL_TENSORS}:
             raise BUNDLE.damaged(name, f"{WEIGHTS} does not fit a {facts['kind']} of {facts['config']}")
 
     tensors = BUNDLE.read_tensors(path, name, facts, check)

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-START = 1.1  # temperature before any validation document was seen
-STEPS = 61  # temperatures tried, evenly in the logarithm
-WIDEST = 8.0  # the largest of them; the smallest is its inverse
+INITIAL_TEMPERATURE = 1.1  # temperature before any validation document was seen
+N_TEMPERATURES = 61  # temperatures tried, evenly in the logarithm
+MAX_TEMPERATURE = 8.0  # the largest of them; the smallest is its inverse
 
 
 def masked_log_softmax(logits: Tensor, mask: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def masked_kl(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
 
 def temperatures() -> Tensor:
     """The temperatures tried, ascending, [G]."""
-    return torch.linspace(-math.log(WIDEST), math.log(WIDEST), STEPS).exp()
+    return torch.linspace(-math.log(MAX_TEMPERATURE), math.log(MAX_TEMPERATURE), N_TEMPERATURES).exp()
 
 
 def tempered_kl(logits: Tensor, mass: Tensor, mask: Tensor, temperature: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def best_temperature(kl: Tensor) -> tuple[float, float]:
     Args:
         kl: [G] mean KL at each of :func:`temperatures`, nats.
     """
-    at, best = temperatures().log().tolist(), int(kl.argmin().clamp(1, STEPS - 2))
+    at, best = temperatures().log().tolist(), int(kl.argmin().clamp(1, N_TEMPERATURES - 2))
     left, low, right = kl[best - 1 : best + 2].tolist()
     bend = left - 2 * low + right
     shift = min(max(0.5 * (left - right) / bend, -1.0), 1.0) if bend > 0 else 0.0

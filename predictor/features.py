@@ -19,9 +19,9 @@ from predictor import rope, scores
 from predictor.errors import FadeError
 
 FEATURES = ("log_ema", "log_ea", "log_mean", "log_max", "log_last", "log_snap", "key_norm", "value_norm", "age")
-LONGEST = 1 << 20  # steps, tokens of a block
+MAX_SIZE = 1 << 20  # steps, tokens of a block
 FLOOR = 1e-9  # smallest attention probability that a logarithm tells apart
-LAST = 8  # rows in the "log_last" feature
+LAST_ROWS = 8  # rows in the "log_last" feature
 EA_SINKS = 4  # queries of the attention sinks are left out of the moments: their norm is not typical
 
 
@@ -55,8 +55,8 @@ class FeatureSpec:
         """
         for name in ("window", "block", "horizon"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= LONGEST:
-                raise FadeError(f"feature spec has {name} {value!r}; use a whole number from 1 to {LONGEST:,}")
+            if not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+                raise FadeError(f"feature spec has {name} {value!r}; use a whole number from 1 to {MAX_SIZE:,}")
         if not isinstance(self.ema_decay, int | float) or not 0 <= self.ema_decay < 1:
             raise FadeError(f"feature spec has ema_decay {self.ema_decay!r}; use a share in [0, 1)")
 
@@ -327,7 +327,7 @@ def prefill_features(
         "log_ea": expected_attention(query, key, scaling, table, spec.horizon).clamp(min=math.log(FLOOR)),
         "log_mean": floored_log(rows.mean(1)),
         "log_max": floored_log(rows.amax(1)),
-        "log_last": floored_log(rows[:, -LAST:].mean(1)),
+        "log_last": floored_log(rows[:, -LAST_ROWS:].mean(1)),
         "log_snap": floored_log(scores.snapkv(rows)),
         "key_norm": _log_norm(key),
         "value_norm": _log_norm(value),

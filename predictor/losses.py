@@ -14,15 +14,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from predictor.calibration import masked_kl, masked_log_softmax, masked_probabilities
 from predictor.features import FLOOR
 
-TOP = 0.25  # fraction of the candidates that count as positive in the "bce" loss
+POSITIVE_FRACTION = 0.25  # fraction of the candidates that count as positive in the "bce" loss
 FRACTIONS = (0.5, 0.25, 0.1)  # of the candidates that are kept, in the "recovery" loss
-WIDTH = 0.5  # of the soft edge between kept and dropped, in nats
+EDGE_WIDTH = 0.5  # of the soft edge between kept and dropped, in nats
 
 
 def recovery_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
     """Fraction of the mass that a soft top-k loses, averaged over several budgets: what the gate measures, made smooth.
 
-    A candidate is kept by ``sigmoid((logit - edge) / WIDTH)``, where the edge lies just under the k-th largest
+    A candidate is kept by ``sigmoid((logit - edge) / EDGE_WIDTH)``, where the edge lies just under the k-th largest
     logit. The edge moves with the logits so that the number kept stays the same (implicit differentiation):
     raising all scores gains nothing.
 
@@ -44,10 +44,10 @@ def recovery_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
         place = (count * kept).ceil().long()  # the edge lies between this candidate and the one before
         around = ranked.gather(-1, torch.cat((place - 1, torch.minimum(place, count - 1)), dim=-1).clamp(min=0))
         edge = around.mean(-1, keepdim=True).nan_to_num(neginf=0.0)
-        soft = ((logits.detach() - edge) / WIDTH).sigmoid()
+        soft = ((logits.detach() - edge) / EDGE_WIDTH).sigmoid()
         slope = masked_probabilities(soft * (1 - soft), mask)
         edge = edge + (slope * (logits - logits.detach())).sum(-1, keepdim=True)
-        lost = lost + (p.sum(-1) - (p * ((logits - edge) / WIDTH).sigmoid()).sum(-1)).mean()
+        lost = lost + (p.sum(-1) - (p * ((logits - edge) / EDGE_WIDTH).sigmoid()).sum(-1)).mean()
     return lost / len(FRACTIONS)
 
 
@@ -106,7 +106,7 @@ def bce_loss(logits: Tensor, mass: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [] nats.
     """
-    count = (mask.sum(-1, keepdim=True) * TOP).ceil().long()
+    count = (mask.sum(-1, keepdim=True) * POSITIVE_FRACTION).ceil().long()
     order = mass.masked_fill(~mask, -1.0).argsort(dim=-1, descending=True)
     place = torch.arange(mass.shape[-1], device=mass.device)
     positive = torch.zeros_like(mass).scatter(-1, order, (place < count).to(mass))

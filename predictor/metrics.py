@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from predictor.calibration import START, STEPS, best_temperature, temperatures, tempered_kl
+from predictor.calibration import INITIAL_TEMPERATURE, N_TEMPERATURES, best_temperature, temperatures, tempered_kl
 
 MAX_LAYERS, MAX_HEADS = 256, 256  # of the sums by layer and kv head; more than any model has
 
@@ -303,7 +303,7 @@ class Calibration(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.zeros(STEPS, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("total", torch.zeros(N_TEMPERATURES, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, mass: Tensor, mask: Tensor) -> None:
@@ -313,9 +313,13 @@ class Calibration(Metric):
         self.rows += kl[:, 0].isfinite().sum()
 
     def compute(self) -> Tensor:
-        """Return [temperature, mean KL there]: within [1 / WIDEST, WIDEST], nats; START and nan without rows."""
+        """Return the temperature and the mean KL there, [2], in nats.
+
+        The temperature lies within [1 / MAX_TEMPERATURE, MAX_TEMPERATURE]; without rows it is the initial one, and
+        KL is nan.
+        """
         if self.rows == 0:
-            return torch.tensor([START, float("nan")])
+            return torch.tensor([INITIAL_TEMPERATURE, float("nan")])
         return torch.tensor(best_temperature((self.total / self.rows).cpu()))
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from predictor import scores
 from predictor.errors import FadeError
 from predictor.features import FEATURES, Hidden, PrefillFeatures
-from predictor.scorenet import LEAST, LOG_EA, LOG_EMA, MOST_PARAMETERS, ScoreNet, check_size
+from predictor.scorenet import LOG_EA, LOG_EMA, MAX_PARAMETERS, MIN_SPREAD, ScoreNet, check_size
 from predictor.sealed import Header
 from predictor.temporal import BlockCNN, EmaBank, PublishedCNN
 
-DEEPEST = 64  # hidden layers of a perceptron
+MAX_DEPTH = 64  # hidden layers of a perceptron
 
 
 class TokenMLP(ScoreNet):
@@ -79,7 +79,7 @@ class TokenMLP(ScoreNet):
     def _inputs(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Each feature as it is, and relative to its row, [R, S, 2F]."""
         centred, spread = relative(tokens, mask)
-        return torch.cat(((tokens - self.shift) / self.scale, centred / (spread + LEAST)), dim=-1)
+        return torch.cat(((tokens - self.shift) / self.scale, centred / (spread + MIN_SPREAD)), dim=-1)
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Score a padded batch of traces, [R, S]."""
@@ -153,7 +153,7 @@ class HiddenMLP(TokenMLP):
         both = []
         for vector in (vectors.key, vectors.value):
             centred, spread = relative(vector, mask)
-            both.append(centred / (spread.mean(-1, keepdim=True) + LEAST))
+            both.append(centred / (spread.mean(-1, keepdim=True) + MIN_SPREAD))
         inputs = torch.cat(both, dim=-1) @ self.probe[vectors.layer, vectors.head]  # [R, S, probes]
         if not self.attention:
             return self.head(self.body(inputs)).squeeze(-1)
@@ -191,8 +191,8 @@ def perceptron(inputs: int, hidden: int, depth: int) -> tuple[nn.Sequential, int
     Raises:
         FadeError: no width, or deeper than a predictor may be.
     """
-    if hidden < 1 or not 0 <= depth <= DEEPEST:
-        raise FadeError(f"hidden {hidden}, depth {depth}: use a width of at least 1 and a depth of 0 to {DEEPEST}")
+    if hidden < 1 or not 0 <= depth <= MAX_DEPTH:
+        raise FadeError(f"hidden {hidden}, depth {depth}: use a width of at least 1 and a depth of 0 to {MAX_DEPTH}")
     layers: list[nn.Module] = []
     for width, after in pairwise([inputs] + [hidden] * depth):
         layers += [nn.Linear(width, after), nn.SiLU()]
@@ -224,9 +224,9 @@ def build_net(kind: str, config: dict[str, Any]) -> ScoreNet:
         raise FadeError(f"unknown network kind {kind!r}; this release has {', '.join(sorted(NETS))}")
     for name, value in config.items():
         for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, int | float) and not 0 <= number <= MOST_PARAMETERS:
+            if isinstance(number, int | float) and not 0 <= number <= MAX_PARAMETERS:
                 raise FadeError(
-                    f"network kind {kind!r} does not take {name}={number}; use a number up to {MOST_PARAMETERS:,}"
+                    f"network kind {kind!r} does not take {name}={number}; use a number up to {MAX_PARAMETERS:,}"
                 )
     try:
         return NETS[kind](**config)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from predictor.errors import FadeError
 
-ALL = "all:"  # begins a fingerprint of all values; without it, it is one of the first values of each parameter
-FIRST = 256  # how many those are
-SAMPLE = 64  # values of each tensor that are looked at to see whether a known model has changed
+ALL_VALUES = "all:"  # begins a fingerprint of all values; without it, it is one of the first values of each parameter
+FIRST_VALUES = 256  # how many those are
+SAMPLE_SIZE = 64  # values of each tensor that are looked at to see whether a known model has changed
 CHUNK = 1 << 24  # values converted at a time
 
 _known: WeakKeyDictionary[nn.Module, tuple[Any, str]] = WeakKeyDictionary()  # model -> what it was, its fingerprint
@@ -31,7 +31,7 @@ def weights_fingerprint(model: nn.Module) -> str:
     own count of writes and by a sample of the values, which also sees most writes around that count (``.data``).
 
     Returns:
-        :data:`ALL` and a SHA-256 in hexadecimal.
+        :data:`ALL_VALUES` and a SHA-256 in hexadecimal.
 
     Raises:
         FadeError: a tensor without values, on the meta device.
@@ -51,7 +51,7 @@ def weights_fingerprint(model: nn.Module) -> str:
             flat = tensor.detach().reshape(-1)
             for start in range(0, flat.numel(), CHUNK):
                 digest.update(_bytes(flat[start : start + CHUNK]))
-        fingerprint = ALL + digest.hexdigest()
+        fingerprint = ALL_VALUES + digest.hexdigest()
         _known[model] = now, fingerprint
     return fingerprint
 
@@ -60,7 +60,7 @@ def first_values_fingerprint(model: nn.Module) -> str:
     """The fingerprint of earlier releases, which saw the first values of each parameter only."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        head = parameter.detach().flatten()[:FIRST].to("cpu", torch.bfloat16).view(torch.int16)
+        head = parameter.detach().flatten()[:FIRST_VALUES].to("cpu", torch.bfloat16).view(torch.int16)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(head.numpy().tobytes())
     return digest.hexdigest()
@@ -97,7 +97,7 @@ def _watch(model: nn.Module) -> Any:
             return None
         places.append((name, tuple(tensor.shape), tensor.data_ptr(), tensor._version))
         flat = tensor.detach().reshape(-1)
-        some[tensor.dtype, tensor.device].append(flat[:: max(flat.numel() // SAMPLE, 1)])
+        some[tensor.dtype, tensor.device].append(flat[:: max(flat.numel() // SAMPLE_SIZE, 1)])
     return places, {kind: _bytes(torch.cat(each)).tobytes() for kind, each in some.items()}
 
 
@@ -163,14 +163,14 @@ def check_provenance(stored: Mapping[str, Any], model: Any, what: str) -> None:
             )
     if not _sees_all(stored):
         warnings.warn(
-            f"{what} knows its model by the first {FIRST} values of each parameter, as earlier releases did: one that "
-            "differs in others would pass for it; make it again with this release",
+            f"{what} knows its model by the first {FIRST_VALUES} values of each parameter, as earlier releases did: "
+            "one that differs in others would pass for it; make it again with this release",
             stacklevel=2,
         )
 
 
 def _sees_all(stored: Mapping[str, Any]) -> bool:
-    return str(stored.get("weights")).startswith(ALL)
+    return str(stored.get("weights")).startswith(ALL_VALUES)
 
 
 def _short(value: Any) -> str:

@@ -28,7 +28,7 @@ from predictor.metrics import (
 from predictor.scorenet import ScoreNet, token_scores
 
 BUDGETS = (0.5, 0.25, 0.125)
-WORST = 0.01  # quantile over rows that stands for the worst ones
+WORST_QUANTILE = 0.01  # quantile over rows that stands for the worst ones
 Table = Mapping[str, Mapping[float, float]]  # name of a ranking -> budget -> mean recovery
 
 
@@ -98,7 +98,7 @@ class RankingMetrics(RecoveryMetrics):
             {
                 "topk_recall": RowMean(topk_recall, budget=GATE),
                 "middle_recovery": RowMean(middle_recovery, budget=GATE),
-                "worst_percentile_recovery": RowQuantile(recovery, WORST, budgets=[GATE]),
+                "worst_percentile_recovery": RowQuantile(recovery, WORST_QUANTILE, budgets=[GATE]),
             }
         )
         self.spearman = RowMean(_spearman)

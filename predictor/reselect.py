@@ -24,7 +24,7 @@ from predictor.errors import FadeError
 from predictor.features import block_sizes
 from predictor.heuristics import GATE
 from predictor.metrics import Calibration, RowMean, RowQuantile, recovery, topk_recall
-from predictor.ranking_metrics import WORST, RecoveryMetrics, calibration_values, recovery_values, without_nan
+from predictor.ranking_metrics import WORST_QUANTILE, RecoveryMetrics, calibration_values, recovery_values, without_nan
 from predictor.scorenet import BlockNet, ScoreNet
 from predictor.temporal import DECAYS, average_weights
 
@@ -120,7 +120,7 @@ class ReselectMetrics(RecoveryMetrics):
         if every < 1 or stride < 1:
             raise FadeError(f"every {every} and stride {stride} count steps; use at least 1")
         self.every, self.stride = every, stride
-        self.worst = RowQuantile(recovery, WORST, budgets=[GATE])
+        self.worst = RowQuantile(recovery, WORST_QUANTILE, budgets=[GATE])
         self.recall = RowMean(topk_recall, budget=GATE)
         self.calibration, self.kl = Calibration(), RowMean(masked_kl)
 

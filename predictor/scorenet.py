@@ -18,9 +18,9 @@ from predictor.batches import Batch, heads_of, hidden_of
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, PrefillFeatures, block_sizes
 
-LEAST = 1e-3  # spread of a feature that counts as none
-MOST_PARAMETERS = 1_000_000  # of a predictor: scoring must stay far below the cost of a decode step
-LATER = ("temperature",)  # tensors that the weights of older releases may lack
+MIN_SPREAD = 1e-3  # spread of a feature that counts as none
+MAX_PARAMETERS = 1_000_000  # of a predictor: scoring must stay far below the cost of a decode step
+OPTIONAL_TENSORS = ("temperature",)  # tensors that the weights of older releases may lack
 LOG_EMA, LOG_EA = FEATURES.index("log_ema"), FEATURES.index("log_ea")
 
 
@@ -81,7 +81,7 @@ class ScoreNet(nn.Module, ABC):
     def _standardise(self, values: Tensor) -> None:
         """Set the input ``shift`` and ``scale`` from samples [M, C]."""
         self.shift.copy_(values.mean(0))
-        self.scale.copy_(values.std(0).clamp(min=LEAST))
+        self.scale.copy_(values.std(0).clamp(min=MIN_SPREAD))
 
 
 def check_size(net: nn.Module) -> None:
@@ -94,9 +94,9 @@ def check_size(net: nn.Module) -> None:
         >>> check_size(nn.Linear(8, 8))
     """
     count = sum(parameter.numel() for parameter in net.parameters())
-    if count > MOST_PARAMETERS:
+    if count > MAX_PARAMETERS:
         raise FadeError(
-            f"{type(net).__name__} has {count:,} parameters, a predictor at most {MOST_PARAMETERS:,}; "
+            f"{type(net).__name__} has {count:,} parameters, a predictor at most {MAX_PARAMETERS:,}; "
             "make it narrower or shallower"
         )
 
@@ -121,7 +121,7 @@ class BlockNet(ScoreNet):
         self.register_buffer("temperature", torch.tensor(1.1))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for name in LATER:
+        for name in OPTIONAL_TENSORS:
             state_dict.setdefault(f"{prefix}{name}", getattr(self, name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

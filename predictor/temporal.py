@@ -18,12 +18,12 @@ from predictor import scores
 from predictor.batches import block_mass
 from predictor.errors import FadeError
 from predictor.features import FLOOR
-from predictor.scorenet import LEAST, BlockNet
+from predictor.scorenet import MIN_SPREAD, BlockNet
 
-FAINT = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
-SHARP = 4.0  # of the softplus, in units of an even spread: it changes only what is near nothing
+MIN_MASS = 1e-6  # block mass below which float16 traces tell nothing apart; the image is cut there
+SOFTPLUS_BETA = 4.0  # of the softplus, in units of an even spread: it changes only what is near nothing
 DECAYS = (0.0, 0.5, 0.7, 0.85, 0.95, 0.99)
-PACE = 3.0  # at which a head's own numbers move, against weights that every row trains
+OWN_SCALE = 3.0  # learning rate of a head's own numbers, relative to weights that every row trains
 
 
 class BlockCNN(BlockNet):
@@ -74,7 +74,7 @@ class BlockCNN(BlockNet):
     @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
         """Standardise the log of block mass [R, W, N] over the real blocks."""
-        log = block_mass(batch).clamp(min=FAINT).log()
+        log = block_mass(batch).clamp(min=MIN_MASS).log()
         self._standardise(log.transpose(1, 2)[batch["block_mask"]].reshape(-1, 1))
 
     def forward(self, history: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
@@ -82,9 +82,9 @@ class BlockCNN(BlockNet):
         real = torch.ones_like(history[:, 0]) if mask is None else mask.to(history)
         real = real[:, None, None]  # [R, 1, 1, N]
         base = scores.ema(history, self.ema_decay).clamp(min=FLOOR).log()  # [R, N]
-        log = history.clamp(min=FAINT).log()
+        log = history.clamp(min=MIN_MASS).log()
         time = torch.linspace(-1, 1, history.shape[1], device=log.device)[:, None].expand_as(log)
-        against = log - base.clamp(min=math.log(FAINT))[:, None]
+        against = log - base.clamp(min=math.log(MIN_MASS))[:, None]
         image = torch.stack(((log - self.shift) / self.scale, against, time), dim=1) * real  # [R, 3, W, N]
         image = torch.relu(self.first(image)) * real
         pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
@@ -133,7 +133,7 @@ class PublishedCNN(BlockNet):
         real = real[:, None, None]  # [R, 1, 1, N]
         image = torch.relu(self.first(history[:, None] / self.scale * real)) * real
         pooled = torch.relu(self.second(image)).mean(2)  # [R, C, N]
-        mass = softplus(self.head(pooled).squeeze(1), beta=SHARP) * self.scale
+        mass = softplus(self.head(pooled).squeeze(1), beta=SOFTPLUS_BETA) * self.scale
         return mass.clamp(min=FLOOR).log()
 
 
@@ -306,13 +306,13 @@ class EmaBank(BlockNet):
         found = int(layer.max()) + 1, int(head.max()) + 1
         if found[0] > self.layers or found[1] > self.kv_heads:
             raise FadeError(f"{built_for}, and meets {found[0]} and {found[1]}; set them to those of the model")
-        return PACE * self.own[layer, head]
+        return OWN_SCALE * self.own[layer, head]
 
     def _inputs(self, bank: Tensor, mask: Tensor) -> Tensor:
         """What the convolutions see, [R, C, N]."""
         real = mask[:, None].to(bank)
         count = real.sum(-1, keepdim=True).clamp(min=1)
-        log = (bank + FAINT).log()
+        log = (bank + MIN_MASS).log()
         base = log[:, self.index : self.index + 1]
         mean = (base * real).sum(-1, keepdim=True) / count
         spread = (((base - mean) * real).square().sum(-1, keepdim=True) / count).sqrt()
@@ -320,4 +320,4 @@ class EmaBank(BlockNet):
         age = (count - 1 - place).clamp(min=0).log1p()  # blocks since
         against = torch.cat((log[:, : self.index], log[:, self.index + 1 :]), dim=1) - base
         row = torch.cat((mean, spread), dim=1).expand(-1, -1, mask.shape[-1])
-        return torch.cat((against, base, (base - mean) / (spread + LEAST), age, row), dim=1)
+        return torch.cat((against, base, (base - mean) / (spread + MIN_SPREAD), age, row), dim=1)

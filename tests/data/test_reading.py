@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from data import reading
 from data.reading import json_lines, proper, read_text
 from data.records import file_texts
-from data.sources import LONG, passages
+from data.sources import MAX_PASSAGE, passages
 from data.text import load_documents
 from predictor.errors import FadeError
 from tests.data.test_records import CHAT, sentences
@@ -167,7 +167,7 @@ def test_a_text_without_blank_lines_gives_documents_for_both_splits(end: str, tm
     text = end.join(f"{one}{mark}".replace(" ", " " if mark else "") for one in sentences("s", 700))
     (tmp_path / "a.txt").write_text(f"A title.\n\n{text}", encoding="utf-8")
     documents = load_documents([str(tmp_path / "a.txt")], train=3, validation=2, length=2000)
-    assert all(2000 <= len(one.text) < 2000 + LONG for one in documents)
+    assert all(2000 <= len(one.text) < 2000 + MAX_PASSAGE for one in documents)
     train, validation = ({origin for one in part for origin in one.origins} for part in (documents[:3], documents[3:]))
     assert not train & validation
 
@@ -177,7 +177,7 @@ def test_long_passages_are_cut_and_joined_are_the_text(text: str, times: int) ->
     long = text * times
     cut = passages(long)
     assert "".join(cut) == long
-    assert all(len(one.rstrip()) <= LONG for one in cut)
+    assert all(len(one.rstrip()) <= MAX_PASSAGE for one in cut)
 
 
 def test_a_long_passage_is_cut_at_the_best_place_there_is() -> None:
@@ -186,12 +186,12 @@ def test_a_long_passage_is_cut_at_the_best_place_there_is() -> None:
     assert passages(short + blank) == [short + blank]
     assert passages(blank + line * 900) == [blank, *[line] * 900]
     assert passages(sentence * 900) == [sentence] * 900
-    assert passages("word " * 3000) == ["word " * (LONG // 5), "word " * (3000 - LONG // 5)]
-    assert passages("x" * 9000) == ["x" * LONG, "x" * (9000 - LONG)]
+    assert passages("word " * 3000) == ["word " * (MAX_PASSAGE // 5), "word " * (3000 - MAX_PASSAGE // 5)]
+    assert passages("x" * 9000) == ["x" * MAX_PASSAGE, "x" * (9000 - MAX_PASSAGE)]
 
 
 def test_too_little_text_of_long_passages_says_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(sentences("s", 50)))  # one passage of fewer than LONG characters
+    (tmp_path / "a.txt").write_text("\n".join(sentences("s", 50)))  # one passage of fewer than MAX_PASSAGE characters
     with pytest.raises(FadeError, match=r"gives 1 documents .*\(1 passages have more each: blank lines within them"):
         load_documents([str(tmp_path / "a.txt")], train=1, validation=1, length=500)
 

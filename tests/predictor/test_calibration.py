@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from scipy.special import rel_entr, softmax
 
-from predictor.calibration import WIDEST, tempered_kl
+from predictor.calibration import MAX_TEMPERATURE, tempered_kl
 from predictor.metrics import Calibration
 
 
@@ -48,7 +48,7 @@ def test_temperature_stays_in_its_range_and_starts_at_what_is_published():
     metric.reset()
     flat = torch.full((3, 4), 0.25)
     metric.update(torch.tensor([[9.0, 0.0, 0.0, 0.0]] * 3), flat, flat > 0)
-    assert metric.compute()[0] <= WIDEST + 1e-3
+    assert metric.compute()[0] <= MAX_TEMPERATURE + 1e-3
 
 
 def test_rows_without_mass_do_not_count():

@@ -23,13 +23,11 @@ def test_ema_is_the_recursive_average_without_start_bias(steps: int, decay: floa
 
 
 def test_heuristics_rank_as_their_papers_say() -> None:
-    assert scores.position(torch.tensor([3, 1, 2])).tolist() == [3, 1, 2]
     assert scores.h2o(torch.tensor([4.0, 1.0]), torch.tensor([8, 0])).tolist() == [0.5, 1.0]
     rows = torch.zeros(2, 9)
     rows[:, 4] = 1.0
     pooled = scores.snapkv(rows)
     torch.testing.assert_close(pooled, torch.tensor([0, 0, 0.2, 0.2, 0.2, 0.2, 0.2, 0, 0]))
-    assert scores.ema_ea(torch.tensor(-1.0), torch.tensor(-2.0)) == -3.0
 
 
 def test_provenance_is_of_the_weights_and_the_geometry(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:

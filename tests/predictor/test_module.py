@@ -17,9 +17,9 @@ from predictor.errors import FadeError
 from predictor.features import FEATURES
 from predictor.heuristics import HEURISTICS
 from predictor.losses import (
+    EDGE_WIDTH,
     FRACTIONS,
     LOSSES,
-    WIDTH,
     bce_loss,
     kl_loss,
     listwise_loss,
@@ -133,7 +133,7 @@ def test_recovery_loss_gradient_keeps_the_number_kept(rows):
     x, p = logits.detach()[0].numpy(), (mass[0] / mass[0].sum()).numpy()
 
     def soft(edge, scores):
-        return 1 / (1 + np.exp(-(scores - edge) / WIDTH))
+        return 1 / (1 + np.exp(-(scores - edge) / EDGE_WIDTH))
 
     def lost(scores):
         total = 0.0

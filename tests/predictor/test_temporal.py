@@ -8,7 +8,7 @@ import torch
 from predictor import scores
 from predictor.errors import FadeError
 from predictor.nets import build_net
-from predictor.scorenet import MOST_PARAMETERS, check_size
+from predictor.scorenet import MAX_PARAMETERS, check_size
 from predictor.temporal import DECAYS, BlockCNN, EmaBank, PublishedCNN, advance, average_weights
 
 
@@ -127,7 +127,7 @@ def test_sizes_are_as_stated():
     check_size(EmaBank())
     with pytest.raises(FadeError, match=r"EmaBank has 1,\d{3},\d{3} parameters.*1,000,000"):
         check_size(EmaBank(hidden=600))
-    assert MOST_PARAMETERS == 1_000_000
+    assert MAX_PARAMETERS == 1_000_000
 
 
 @pytest.mark.parametrize("net", [BlockCNN(), EmaBank(), PublishedCNN()], ids=lambda net: net.kind)
