@@ -16,7 +16,7 @@ from torch import nn
 from predictor import provenance
 from predictor.errors import FadeError
 from predictor.provenance import (
-    ALL,
+    ALL_VALUES,
     check_provenance,
     first_values_fingerprint,
     model_provenance,
@@ -62,7 +62,7 @@ def test_buffers_that_a_checkpoint_holds_count_too(name: str, place: int) -> Non
 def test_it_is_that_of_the_checkpoint_in_any_dtype_and_layout(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model()
     fingerprint = weights_fingerprint(model)
-    assert fingerprint.startswith(ALL)
+    assert fingerprint.startswith(ALL_VALUES)
     assert weights_fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == fingerprint
     turned = copy.deepcopy(model)
     for parameter in turned.parameters():
@@ -111,7 +111,7 @@ def test_a_known_model_is_not_read_again(tiny_model: Callable[..., Any], monkeyp
     assert sum(read) >= count
     read.clear()
     assert weights_fingerprint(model) == first
-    assert sum(read) <= 2 * provenance.SAMPLE * len(list(model.parameters())) < count / 2
+    assert sum(read) <= 2 * provenance.SAMPLE_SIZE * len(list(model.parameters())) < count / 2
 
 
 def test_a_model_without_values_is_refused() -> None:
@@ -127,7 +127,7 @@ def of_before(model: Any) -> dict[str, Any]:
 def test_what_an_earlier_release_wrote_holds_for_its_model(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model()
     stored = of_before(model)
-    assert ALL not in stored["weights"]
+    assert ALL_VALUES not in stored["weights"]
     assert model_provenance(model, like=stored) == stored
     with pytest.warns(UserWarning, match="the bundle knows its model by the first 256 values of each parameter"):
         check_provenance(stored, model, "the bundle")
