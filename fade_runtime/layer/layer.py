@@ -148,7 +148,7 @@ class TieredLayer(CompressedLayer):
         first = running.readers == 1  # later ones share this layer's tokens
         if first:
             self.take_in(mask, position_ids)
-        if self.tokens.sequences.plain:
+        if mask is not None and self.tokens.sequences.plain:
             call = call._replace(mask=None)
         out = self._begin_call(call) if first else None
         if out is None or not (self.tokens.compressed or self._is_prefill):
