@@ -120,8 +120,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Not --quiet, which would hide warnings from strict mode too.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build
 
 constraints: $(STAMP)
 	$(BIN)/python tools/freeze.py > constraints.new && mv constraints.new constraints.txt && touch $(STAMP)
