@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import hashlib
 import re
 import shlex
@@ -123,3 +124,23 @@ def test_diagrams_are_drawn_as_they_are_written() -> None:
             assert digest in (DOCS / "diagrams" / f"{name}.svg").read_text(), "run tools/draw_diagrams.py"
             drawn += 1
     assert drawn == len(list((DOCS / "diagrams").glob("*.svg")))
+
+
+def test_docstrings_are_rewritten_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("griffe", reason="comes with the extra docs")
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import site_docstrings
+
+    assert doctest.testmod(site_docstrings) == (0, 1)
+
+
+def test_a_diagram_that_was_changed_and_not_drawn_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs", reason="comes with the extra docs")
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import site_hooks
+    from mkdocs.exceptions import PluginError
+
+    (source, _) = blocks("mermaid", TEXTS[DOCS / "architecture.md"])
+    assert "<svg" in site_hooks.diagram(source)
+    with pytest.raises(PluginError, match="draw_diagrams"):
+        site_hooks.diagram(source + "  more --> edges\n")

@@ -35,7 +35,7 @@ def separate(body: str, names: set[str]) -> str:
     r"""Give each of the known names in a section a line of its own, with the text that it shares with others.
 
     Example:
-        >>> print(separate("    key, value: [T, D]. rows: [T].\n        More.\n", {"key", "value", "rows"}))
+        >>> print(separate("    key, value: [T, D]. rows: [T].\n        More.", {"key", "value", "rows"}), end="")
             key: [T, D].
             value: [T, D].
             rows: [T]. More.
