@@ -75,7 +75,7 @@ def predictor_tensors(predictor: Predictor) -> list[Tensor]:
 
 def _kind(name: str) -> str:
     """What a tensor of a layer is counted as."""
-    return "statistics" if name.endswith((".state", ".queries", ".mask")) else KINDS.get(name, OTHER)
+    return "statistics" if name.endswith((".attention_stats", ".queries", ".mask")) else KINDS.get(name, OTHER)
 
 
 def reachable_tensors(thing: Any) -> Iterator[Tensor]:

@@ -67,7 +67,11 @@ class Assistant:
         cache = self.make_cache(self.model, whole)
         base: Any = getattr(self.model, "base_model", self.model)
         base(tail, use_cache=True, **hf.forward_kwargs(cache, base))
-        found = [layer.tokens.full.state[0].mean(0) for layer in cache.tiered if layer.tokens.full.state is not None]
+        found = [
+            layer.tokens.full.attention_stats[0].mean(0)
+            for layer in cache.tiered
+            if layer.tokens.full.attention_stats is not None
+        ]
         return torch.stack([each.to(ids.device) for each in found]).mean(0)
 
     def fused(self, score: Tensor, importance: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from fade_runtime.layer.sequences import Sequences
 from fade_runtime.storage.tokens import StoredTokens, none_of
 from predictor.errors import FadeError
 
+STATS = "attention_stats"
 SPILLED, HELD, ROWS = "spilled.", "held.", "rows."  # how the names of such tensors begin
 LAYER = ("prompts", "final", "record_past")  # plain attributes of a layer that has begun
 STORE = ("seen", "evicted", "moved")  # and of its store
@@ -46,7 +47,7 @@ def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor], shared: list
          "softcap": held.call.softcap}
         for held in layer.held.calls
     ]  # fmt: skip
-    tensors |= {f"{index}.{name}": _copied(tensor) for name, tensor in layer.tensors().items()}
+    tensors |= {f"{index}.{_stored(name)}": _copied(tensor) for name, tensor in layer.tensors().items()}
     store = layer.store
     if not any(each is store.sequences for each in shared):
         shared.append(store.sequences)
@@ -54,7 +55,9 @@ def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor], shared: list
     facts |= {name: getattr(store, name) for name in STORE}
     spilled = store.whole().back
     for at, body in enumerate(spilled):
-        tensors |= {f"{index}.{SPILLED}{at}.{name}": _copied(tensor) for name, tensor in body.tensors().items()}
+        tensors |= {
+            f"{index}.{SPILLED}{at}.{_stored(name)}": _copied(tensor) for name, tensor in body.tensors().items()
+        }
     kinds = [type(body).__name__ for body in spilled]
     return {**facts, "bits": list(store.packed.bits), "spilled": kinds, "device": str(layer.device)}
 
@@ -128,7 +131,9 @@ def _tiered(
         return fresh
     device = _device(model, stored["device"])
     start = f"{index}."
-    held = {name.removeprefix(start): _copied(t, device) for name, t in tensors.items() if name.startswith(start)}
+    held = {
+        _named(name.removeprefix(start)): _copied(t, device) for name, t in tensors.items() if name.startswith(start)
+    }
     spilled = {name: held.pop(name) for name in list(held) if name.startswith(SPILLED)}
     queries = {name: held.pop(name) for name in list(held) if name.startswith(HELD)}
     fresh.lazy_initialization(held["full.key"], held["full.value"])
@@ -158,6 +163,16 @@ def _tiered(
         if store.spilled is None or not store.spilled.add(bodies):
             store.take_in(bodies)
     return fresh
+
+
+def _stored(name: str) -> str:
+    """A tensor's name in sessions, which is older than its name in the code."""
+    return name.removesuffix(STATS) + "state" if name.endswith(STATS) else name
+
+
+def _named(name: str) -> str:
+    """Undo :func:`_stored`."""
+    return name.removesuffix("state") + STATS if name == "state" or name.endswith(".state") else name
 
 
 def _held(stored: Sequence[Mapping[str, Any]], tensors: dict[str, Tensor], sequences: Sequences) -> HeldCalls:

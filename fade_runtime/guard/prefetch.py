@@ -70,8 +70,8 @@ def fetch(layer: CompressedLayer, attentions: Sequence[Tensor], gone: Tensor) ->
 
 
 def _scored(layer: CompressedLayer, body: Any, attention: Tensor) -> Any:
-    if body.state is None or not len(body):
+    if body.attention_stats is None or not len(body):
         return body
     slots = body.slots()
-    unit = layer.scores(torch.ones_like(body.state), body.token_row(), slots)  # linear in the state
-    return replace(body, state=attention[body.token_row(), slots] / unit)
+    unit = layer.scores(torch.ones_like(body.attention_stats), body.token_row(), slots)  # linear in the statistics
+    return replace(body, attention_stats=attention[body.token_row(), slots] / unit)

@@ -150,15 +150,15 @@ def true_attention(
     gone = torch.zeros_like(scores, dtype=torch.bool)
     for tokens in store.back:
         gone[tokens.token_row(), tokens.slots()] = True
-    if store.full.state is None:
+    if store.full.attention_stats is None:
         return attentions, None, gone
     real, row, slot = _full_tokens(store)
-    for rows_of, slots, state in (
-        (row, slot, store.full.state.flatten(0, 1)[real]),
-        *((tokens.token_row(), tokens.slots(), tokens.state) for tokens in store.body()),
+    for rows_of, slots, stats in (
+        (row, slot, store.full.attention_stats.flatten(0, 1)[real]),
+        *((tokens.token_row(), tokens.slots(), tokens.attention_stats) for tokens in store.body()),
     ):
-        if state is not None:
-            scores[rows_of, slots] = layer.scores(state, rows_of, slots)
+        if stats is not None:
+            scores[rows_of, slots] = layer.scores(stats, rows_of, slots)
     return attentions, scores, gone
 
 

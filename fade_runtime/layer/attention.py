@@ -24,13 +24,13 @@ class FullTokens:
     Attributes:
         key, value: [B, H, n, D] in the model's dtype.
         slots: [B, n] int32 slots (places among the tokens of a row), ascending; -1 where a row has no token.
-        state: [B, H, n] float32 statistics of the policy, or None.
+        attention_stats: [B, H, n] float32 statistics of the policy, or None.
     """
 
     key: Tensor
     value: Tensor
     slots: Tensor
-    state: Tensor | None = None
+    attention_stats: Tensor | None = None
 
     def __len__(self) -> int:
         """Columns, holes included."""

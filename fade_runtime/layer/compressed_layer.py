@@ -89,7 +89,7 @@ class CompressedLayer(StoredLayer):
             setup.config,
             key_states,
             value_states,
-            state=setup.keeps_stats,
+            keeps_stats=setup.keeps_stats,
             codebook=setup.codebook,
             profiled=setup.policy.reads_text,
             spill=setup.spill,
@@ -100,20 +100,20 @@ class CompressedLayer(StoredLayer):
 
     # -- scores --------------------------------------------------------------------------------------------------
 
-    def scores(self, state: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    def scores(self, stats: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
         """The policy's scores [T] of tokens by statistic, row (batch x kv head) and slot, [T] each."""
         store, counts = self.tokens, self.tokens.sequences.counts
         if len(set(counts)) == 1 and len(set(self.prompts)) == 1:
-            return self.policy.score(state, slots, counts[0], self.prompts[0])
+            return self.policy.score(stats, slots, counts[0], self.prompts[0])
         row = rows // store.heads
         prompts = torch.tensor(self.prompts, device=slots.device)
-        return self.policy.score(state, slots, store.sequences.lengths[row], prompts[row])
+        return self.policy.score(stats, slots, store.sequences.lengths[row], prompts[row])
 
     def _plan(self, tokens: BodyTokens) -> tuple[Tensor, Tensor | None]:
         """Tiers [T] as policy and budgets want them; scores [T] that decided, or None."""
         scores = None
         if self.config.ranks:
-            stats = tokens.slots.float() if tokens.state is None else tokens.state
+            stats = tokens.slots.float() if tokens.attention_stats is None else tokens.attention_stats
             scores = self.scores(stats, tokens.rows, tokens.slots)
         return plan(self.setup, self.tokens, tokens, scores)
 

@@ -304,9 +304,9 @@ class TieredLayer(CompressedLayer):
             torch.cat((old[:, :, :older], new), dim=2)
             for old, new in ((store.full.key, key), (store.full.value, value))
         )
-        store.full = replace(store.full, key=keys, value=values, state=None)
-        store.packed = replace(store.packed, state=None)
-        store.pq = None if store.pq is None else replace(store.pq, state=None)
+        store.full = replace(store.full, key=keys, value=values, attention_stats=None)
+        store.packed = replace(store.packed, attention_stats=None)
+        store.pq = None if store.pq is None else replace(store.pq, attention_stats=None)
         exact = copy.copy(self.config)
         object.__setattr__(exact, "compression", "off")  # without checks and their warnings: it was checked before
         other.setup = replace(self.setup, config=exact, policy=Policy())

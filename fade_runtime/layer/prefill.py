@@ -38,7 +38,7 @@ def prefill_stats(
         SDPA would compute once more, all rows begin, and scores and mask are plain. None elsewhere.
     """
     full, sequences, query = store.full, store.sequences, call.query
-    if full.state is None:
+    if full.attention_stats is None:
         return None
     before = sequences.seen - sequences.new  # columns
     older = len(full) - sequences.new  # of the full-precision tokens
@@ -53,16 +53,16 @@ def prefill_stats(
         own = sequences.tokens_of(row, before)
         queried, kept = _shifted(own, -before), _shifted(own, older - before)
         queries, keys, values = query[row][:, queried], key[row][:, kept], full.value[row][:, kept]
-        state: Tensor | None
+        stats: Tensor | None
         if out is not None:
-            out[row][:, queried], state = attention_and_mass(queries, keys, values, call.scaling)
+            out[row][:, queried], stats = attention_and_mass(queries, keys, values, call.scaling)
         else:
-            state = policy.start(Prompt(queries, keys, values, call.scaling, table, layer))
-        if state is not None:
-            state = _helped(policy, text, state, row, own)
-            full.state[row][:, kept] = state
+            stats = policy.start(Prompt(queries, keys, values, call.scaling, table, layer))
+        if stats is not None:
+            stats = _helped(policy, text, stats, row, own)
+            full.attention_stats[row][:, kept] = stats
             if store.profiles is not None and text is not None:
-                profile = policy.profile(state, text.classes(sequences.seen)[row, own])
+                profile = policy.profile(stats, text.classes(sequences.seen)[row, own])
                 assert profile is not None  # of a policy that reads text
                 store.profiles[row] = profile
     return None if out is None else out.transpose(1, 2)
@@ -74,11 +74,11 @@ def _shifted(columns: slice | Tensor, by: int) -> slice | Tensor:
     return columns + by
 
 
-def _helped(policy: Policy, text: SeenText | None, state: Tensor, row: int, columns: slice | Tensor) -> Tensor:
+def _helped(policy: Policy, text: SeenText | None, stats: Tensor, row: int, columns: slice | Tensor) -> Tensor:
     """First statistics [H, S] of a row, fused with an assistant's if there is one."""
     if text is None or text.assistant is None:
-        return state
-    length = state.shape[1]
-    slots = torch.arange(length, device=state.device)
-    unit = policy.score(torch.ones_like(state), slots, length, length)  # scores are linear in the state
-    return text.helped(state * unit, row, columns) / unit
+        return stats
+    length = stats.shape[1]
+    slots = torch.arange(length, device=stats.device)
+    unit = policy.score(torch.ones_like(stats), slots, length, length)  # scores are linear in the statistics
+    return text.helped(stats * unit, row, columns) / unit

@@ -26,13 +26,13 @@ class BodyTokens(NamedTuple):
     """Tokens between sinks and recent window, of all rows.
 
     Attributes:
-        rows: [T] int64 row (batch x kv head). slots: [T] int64. state: [T] float32 attention statistics, or None.
+        rows: [T] int64 row (batch x kv head). slots: [T] int64. attention_stats: [T] float32, or None.
         tiers: [T] int64 present tiers.
     """
 
     rows: Tensor
     slots: Tensor
-    state: Tensor | None
+    attention_stats: Tensor | None
     tiers: Tensor
 
 
@@ -45,7 +45,7 @@ class _Leaving(NamedTuple):
     row: Tensor
     column: Tensor
     slot: Tensor
-    state: Tensor | None
+    attention_stats: Tensor | None
 
     def at(self, mask: Tensor) -> _Leaving:
         return _Leaving(*(None if each is None else each[mask] for each in self))  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class TokenStore:
     Args:
         config: options of the cache.
         key, value: [B, H, Q, D] of the first tokens, for their shapes, dtype and device; they are not stored.
-        state: whether to keep a statistic for each token.
+        keeps_stats: whether to keep a statistic for each token.
         codebook: of the layer, for the PQ tier.
         profiled: whether kv heads have profiles (:meth:`fade_runtime.policies.Policy.profile`).
         spill: where evicted tokens go, or None.
@@ -80,7 +80,7 @@ class TokenStore:
         key: Tensor,
         value: Tensor,
         *,
-        state: bool,
+        keeps_stats: bool,
         codebook: LayerCodebook | None = None,
         profiled: bool = False,
         spill: Spill | None = None,
@@ -89,14 +89,21 @@ class TokenStore:
         if dim % 4 or value.shape[3] % 4:
             raise FadeError(f"head dim {dim} is no multiple of 4, so that it cannot be packed; use transformers' cache")
         slots = torch.zeros(batch, 0, dtype=torch.int32, device=key.device)
-        statistics = slots.new_zeros(batch, heads, 0, dtype=torch.float32) if state else None
+        statistics = slots.new_zeros(batch, heads, 0, dtype=torch.float32) if keeps_stats else None
         self.config = config
         self.full = FullTokens(key[:, :, :0], value[:, :, :0], slots, statistics)
         self.packed = PackedTokens.empty(
-            dim, key.device, value_dim=value.shape[3], bits=config.bits, page_tokens=config.page_tokens, state=state,
+            dim,
+            key.device,
+            value_dim=value.shape[3],
+            bits=config.bits,
+            page_tokens=config.page_tokens,
+            keeps_stats=keeps_stats,
             pq=0 if codebook is None else codebook.width,
-        )  # fmt: skip
-        self.pq = None if codebook is None else PQTokens.empty(batch * heads, codebook, key.device, state=state)
+        )
+        self.pq = (
+            None if codebook is None else PQTokens.empty(batch * heads, codebook, key.device, keeps_stats=keeps_stats)
+        )
         self.profiles = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
         self.spilled = None if spill is None else SpilledTokens(spill, key.device)
         self.back: list[StoredTokens] = []
@@ -156,7 +163,7 @@ class TokenStore:
             torch.cat((full.key, key), dim=2),
             torch.cat((full.value, value), dim=2),
             slots,
-            None if full.state is None else torch.constant_pad_nd(full.state, (0, steps)),
+            None if full.attention_stats is None else torch.constant_pad_nd(full.attention_stats, (0, steps)),
         )
         if "holes" in vars(full):  # a new token is none
             vars(grown)["holes"] = full.holes
@@ -185,8 +192,8 @@ class TokenStore:
     def select(self, index: Tensor, sequences: Sequences) -> None:
         """Keep rows [n] of the batch, in the given order, as often as named; ``sequences`` are theirs."""
         full, heads = self.full, self.heads
-        state = None if full.state is None else full.state[index]
-        self.full = FullTokens(full.key[index], full.value[index], full.slots[index], state)
+        stats = None if full.attention_stats is None else full.attention_stats[index]
+        self.full = FullTokens(full.key[index], full.value[index], full.slots[index], stats)
         self.sequences = sequences
         same = len(set(self.moved)) == 1  # a GPU would be waited for
         self.moved = self.moved[:1] * len(index) if same else [self.moved[row] for row in index.tolist()]
@@ -202,8 +209,8 @@ class TokenStore:
         view, full = copy.copy(self), self.full
         at = self._tokens_of(row)
         key, value = full.key[row : row + 1, :, at], full.value[row : row + 1, :, at]
-        state = None if full.state is None else full.state[row : row + 1, :, at]
-        view.full = FullTokens(key, value, full.slots[row : row + 1, at], state)
+        stats = None if full.attention_stats is None else full.attention_stats[row : row + 1, :, at]
+        view.full = FullTokens(key, value, full.slots[row : row + 1, at], stats)
         rows = torch.arange(row * self.heads, (row + 1) * self.heads, device=at.device)
         view.packed = self.packed.select_rows(rows)
         view.pq = None if self.pq is None else self.pq.select_rows(rows)
@@ -214,11 +221,11 @@ class TokenStore:
 
     def put_statistics(self, row: int, view: TokenStore) -> None:
         """Take over the statistics of a row's view."""
-        if self.full.state is not None and view.full.state is not None:
-            self.full.state[row][:, self._tokens_of(row)] = view.full.state[0]
+        if self.full.attention_stats is not None and view.full.attention_stats is not None:
+            self.full.attention_stats[row][:, self._tokens_of(row)] = view.full.attention_stats[0]
         for tokens, changed in zip(self.body(), view.body()):
-            if tokens.state is not None and changed.state is not None:
-                tokens.state[tokens.token_row() // self.heads == row] = changed.state
+            if tokens.attention_stats is not None and changed.attention_stats is not None:
+                tokens.attention_stats[tokens.token_row() // self.heads == row] = changed.attention_stats
 
     def _tokens_of(self, row: int) -> Tensor:
         return (self.full.slots[row] >= 0).nonzero()[:, 0]
@@ -240,10 +247,10 @@ class TokenStore:
         counts = [len(tokens) for tokens in body] + [len(leaving.row)]
         before = self.body_tokens()
         here = torch.cat((before.tiers, torch.full_like(leaving.row, Tier.HIGH)))
-        known = before.state is not None and leaving.state is not None
-        state = torch.cat((before.state, leaving.state)) if known else None  # type: ignore[arg-type]
+        known = before.attention_stats is not None and leaving.attention_stats is not None
+        stats = torch.cat((before.attention_stats, leaving.attention_stats)) if known else None  # type: ignore[arg-type]
         rows, slots = torch.cat((before.rows, leaving.row)), torch.cat((before.slots, leaving.slot))
-        tiers = plan(BodyTokens(rows, slots, state, here))
+        tiers = plan(BodyTokens(rows, slots, stats, here))
         gone = tiers == Tier.EVICTED
         if self.spilled is not None and bool(gone.any()) and not self._spill(leaving, gone.split(counts)):
             tiers = torch.where(gone, here, tiers)  # kept, since it could not be stored
@@ -254,7 +261,7 @@ class TokenStore:
         if self.pq is not None:
             joins = leaving.at(fate == Tier.PQ)
             kept = self.pq.keep(pq_tiers[0] == Tier.PQ).absorb(self.packed, packed_tiers == Tier.PQ)
-            self.pq = kept.add(*self._values_of(joins), joins.row, joins.slot, joins.state)
+            self.pq = kept.add(*self._values_of(joins), joins.row, joins.slot, joins.attention_stats)
         if bool((packed_tiers != self.packed.tiers()).any()):
             self.packed = self.packed.retier(packed_tiers)
         self.packed = self.packed.join(added)
@@ -265,11 +272,11 @@ class TokenStore:
     def body_tokens(self) -> BodyTokens:
         """Every body token."""
         body = self.body()
-        states = [tokens.state for tokens in body if tokens.state is not None]
+        all_stats = [tokens.attention_stats for tokens in body if tokens.attention_stats is not None]
         return BodyTokens(
             torch.cat([tokens.token_row() for tokens in body]),
             torch.cat([tokens.slots() for tokens in body]),
-            torch.cat(states) if states else None,
+            torch.cat(all_stats) if all_stats else None,
             torch.cat([tokens.tiers() for tokens in body]),
         )
 
@@ -283,8 +290,8 @@ class TokenStore:
         full, columns = self.full, len(self.full)
         leaves = self._leaves(due, from_recent)
         row, column = leaves[:, None].expand(-1, self.heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
-        state = None if full.state is None else full.state.reshape(-1, columns)[row, column]
-        return _Leaving(row, column, full.slots[row // self.heads, column].long(), state)
+        stats = None if full.attention_stats is None else full.attention_stats.reshape(-1, columns)[row, column]
+        return _Leaving(row, column, full.slots[row // self.heads, column].long(), stats)
 
     def _pack(self, chosen: _Leaving, low: Tensor | None = None) -> PackedTokens:
         """Chosen tokens in fresh pages, those of a mask in the low tier."""
@@ -294,7 +301,7 @@ class TokenStore:
             value,
             chosen.row,
             chosen.slot,
-            chosen.state,
+            chosen.attention_stats,
             low=low,
             bits=self.config.bits,
             pq_codes=None if self.pq is None else self.pq.codebook.encode(key, value),
@@ -359,8 +366,8 @@ class TokenStore:
         wide = index[:, None, :, None].expand(-1, self.heads, -1, -1)
         key, value = (t.gather(2, wide.expand(-1, -1, -1, t.shape[3])) for t in (full.key, full.value))
         slots = full.slots.gather(1, index).masked_fill(columns < 0, -1)
-        state = None if full.state is None else full.state.gather(2, wide[..., 0])
-        return FullTokens(key, value, slots, state)
+        stats = None if full.attention_stats is None else full.attention_stats.gather(2, wide[..., 0])
+        return FullTokens(key, value, slots, stats)
 
     def set_newest_keys(self, key: Tensor) -> None:
         """Replace the keys of the newest tokens by [B, H, Q, D]."""

@@ -62,7 +62,11 @@ def _attend(store: TokenStore, positions: Positions, call: AttentionCall, policy
     query, full, parts = positions.read(store, call.query)
     steps, mask = query.shape[2], None if call.mask is None else store.sequences.by_slot(call.mask)
     weights = None if policy is None else policy.weights(steps, query.device)
-    older = [] if weights is None else [store.full.state, *(tokens.state for tokens in store.body() if len(tokens))]
+    older = (
+        []
+        if weights is None
+        else [store.full.attention_stats, *(tokens.attention_stats for tokens in store.body() if len(tokens))]
+    )
     return tiered_attention(
         call._replace(query=query, mask=mask),
         full,

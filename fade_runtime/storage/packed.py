@@ -45,7 +45,7 @@ class PackedTokens:
             and the slot of its first token.
         offset: [T] slot of a token less its page's ``page_slot``, in the smallest integer type that holds it.
         bits: of the codes. page_tokens: most tokens of a page.
-        state: [T] float32 statistics of the policy, or None.
+        attention_stats: [T] float32 statistics of the policy, or None.
         pq_codes: [T, n] uint8 product-quantised form that a token will be demoted to, or None.
     """
 
@@ -65,7 +65,7 @@ class PackedTokens:
     offset: Tensor
     bits: Bits = DEFAULT_BITS
     page_tokens: int = quant.PAGE
-    state: Tensor | None = None
+    attention_stats: Tensor | None = None
     pq_codes: Tensor | None = None
 
     PER_PAGE: ClassVar = ("key_scale", "key_zero", "key_reach", "page_len", "page_low", "page_row", "page_slot")
@@ -84,7 +84,7 @@ class PackedTokens:
         *,
         value_dim: int | None = None,
         bits: Bits = DEFAULT_BITS,
-        state: bool = False,
+        keeps_stats: bool = False,
         pq: int = 0,
         page_tokens: int = quant.PAGE,
     ) -> PackedTokens:
@@ -92,7 +92,7 @@ class PackedTokens:
         none = torch.zeros(0, dtype=torch.long, device=device)
         key, value = (torch.zeros(0, width, device=device) for width in (dim, value_dim or dim))
         codes = torch.zeros(0, pq, dtype=torch.uint8, device=device) if pq else None
-        statistics = key[:, 0] if state else None
+        statistics = key[:, 0] if keeps_stats else None
         return pack_tokens(key, value, none, none, statistics, bits=bits, pq_codes=codes, page_tokens=page_tokens)
 
     @functools.cached_property
@@ -286,7 +286,7 @@ def pack_tokens(
     value: Tensor,
     rows: Tensor,
     slots: Tensor,
-    state: Tensor | None,
+    stats: Tensor | None,
     *,
     low: Tensor | None = None,
     bits: Bits = DEFAULT_BITS,
@@ -298,7 +298,7 @@ def pack_tokens(
 
     Args:
         key, value: [T, D] in any float dtype. rows: [T] sorted ascending. slots: [T] ascending within a row.
-        state: [T] statistics or None.
+        attention_stats: [T] statistics or None.
         low: [T] bool, the tokens that go to the low tier; None for none.
         bits: of the codes of both tiers.
         pq_codes: [T, n] uint8 to keep beside the codes, or None.
@@ -329,7 +329,7 @@ def pack_tokens(
         offset=_smallest(slots - page_slot[page]),
         bits=bits,
         page_tokens=page_tokens,
-        state=None if state is None else state.float(),
+        attention_stats=None if stats is None else stats.float(),
         pq_codes=pq_codes,
     )
     if low is None or not bool(low.any()):

@@ -157,21 +157,21 @@ class PQTokens:
         codes: [T, width] uint8. slot: [T] logical slots, in the smaller of int16 and int32 that holds them.
         row_len: [R] int32 tokens of each row.
         codebook: of the layer.
-        state: [T] float32 statistics of the policy, or None.
+        attention_stats: [T] float32 statistics of the policy, or None.
     """
 
     codes: Tensor
     slot: Tensor
     row_len: Tensor
     codebook: LayerCodebook
-    state: Tensor | None = None
+    attention_stats: Tensor | None = None
 
     @classmethod
-    def empty(cls, rows: int, codebook: LayerCodebook, device: torch.device, *, state: bool) -> PQTokens:
+    def empty(cls, rows: int, codebook: LayerCodebook, device: torch.device, *, keeps_stats: bool) -> PQTokens:
         """No tokens in ``rows`` rows, with or without statistics."""
         codes = torch.zeros(0, codebook.width, dtype=torch.uint8, device=device)
         none = torch.zeros(0, dtype=torch.long, device=device)
-        return cls.make(codes, none, none, rows, codebook, none.float() if state else None)
+        return cls.make(codes, none, none, rows, codebook, none.float() if keeps_stats else None)
 
     @classmethod
     def make(
@@ -181,17 +181,17 @@ class PQTokens:
         slots: Tensor,
         count: int,
         codebook: LayerCodebook,
-        state: Tensor | None,
+        stats: Tensor | None,
     ) -> PQTokens:
         """Put coded tokens into ``count`` rows.
 
         Args:
-            codes: [T, width] uint8. rows: [T] sorted ascending. slots: [T]. state: [T] statistics or None.
+            codes: [T, width] uint8. rows: [T] sorted ascending. slots: [T]. stats: [T] statistics or None.
             count: R. codebook: what the codes are of.
         """
         row_len = torch.bincount(rows, minlength=count).to(torch.int32)
         short = not len(slots) or int(slots.max()) <= torch.iinfo(torch.int16).max
-        return cls(codes, slots.to(torch.int16 if short else torch.int32), row_len, codebook, state)
+        return cls(codes, slots.to(torch.int16 if short else torch.int32), row_len, codebook, stats)
 
     def __len__(self) -> int:
         """Tokens over all rows."""
@@ -199,7 +199,12 @@ class PQTokens:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every stored tensor by its name; the codebook, which all tokens of the layer share, is not among them."""
-        stored = {"codes": self.codes, "slot": self.slot, "row_len": self.row_len, "state": self.state}
+        stored = {
+            "codes": self.codes,
+            "slot": self.slot,
+            "row_len": self.row_len,
+            "attention_stats": self.attention_stats,
+        }
         return {name: tensor for name, tensor in stored.items() if tensor is not None}
 
     def token_row(self) -> Tensor:
@@ -241,20 +246,20 @@ class PQTokens:
         """Return the union: within each row the tokens of ``self`` first, then those of ``other``."""
         order = torch.cat((self.token_row(), other.token_row())).argsort(stable=True)
         slot = torch.cat((self.slot, other.slot))  # in the wider type of both
-        state = None
-        if self.state is not None and other.state is not None:
-            state = torch.cat((self.state, other.state))
+        stats = None
+        if self.attention_stats is not None and other.attention_stats is not None:
+            stats = torch.cat((self.attention_stats, other.attention_stats))
         codes = torch.cat((self.codes, other.codes))
-        return replace(self, codes=codes, slot=slot, state=state)._take(order, self.row_len + other.row_len)
+        return replace(self, codes=codes, slot=slot, attention_stats=stats)._take(order, self.row_len + other.row_len)
 
-    def add(self, key: Tensor, value: Tensor, rows: Tensor, slots: Tensor, state: Tensor | None) -> PQTokens:
+    def add(self, key: Tensor, value: Tensor, rows: Tensor, slots: Tensor, stats: Tensor | None) -> PQTokens:
         """Encode tokens and join them.
 
         Args:
             key, value: [T, D] in any float dtype, keys un-rotated. rows: [T] sorted ascending. slots: [T].
-            state: [T] statistics or None.
+            stats: [T] statistics or None.
         """
-        return self._join_coded(self.codebook.encode(key, value), rows, slots, state)
+        return self._join_coded(self.codebook.encode(key, value), rows, slots, stats)
 
     def absorb(self, packed: PackedTokens, demoted: Tensor) -> PQTokens:
         """Join packed tokens that are demoted, by the codes that they have kept for it.
@@ -263,17 +268,17 @@ class PQTokens:
             packed: T tokens with ``pq_codes``. demoted: [T] bool.
         """
         assert packed.pq_codes is not None
-        state = None if packed.state is None else packed.state[demoted]
+        stats = None if packed.attention_stats is None else packed.attention_stats[demoted]
         rows, slots = packed.token_row()[demoted], packed.slots()[demoted]
-        return self._join_coded(packed.pq_codes[demoted], rows, slots, state)
+        return self._join_coded(packed.pq_codes[demoted], rows, slots, stats)
 
-    def _join_coded(self, codes: Tensor, rows: Tensor, slots: Tensor, state: Tensor | None) -> PQTokens:
-        return self.join(PQTokens.make(codes, rows, slots, len(self.row_len), self.codebook, state))
+    def _join_coded(self, codes: Tensor, rows: Tensor, slots: Tensor, stats: Tensor | None) -> PQTokens:
+        return self.join(PQTokens.make(codes, rows, slots, len(self.row_len), self.codebook, stats))
 
     def _take(self, index: Tensor, row_len: Tensor) -> PQTokens:
         """Tokens by index or mask, which leaves ``row_len`` of them in each row."""
-        state = None if self.state is None else self.state[index]
-        return PQTokens(self.codes[index], self.slot[index], row_len.to(torch.int32), self.codebook, state)
+        stats = None if self.attention_stats is None else self.attention_stats[index]
+        return PQTokens(self.codes[index], self.slot[index], row_len.to(torch.int32), self.codebook, stats)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class StoredTokens(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
-    def state(self) -> Tensor | None:
+    def attention_stats(self) -> Tensor | None:
         """[T] float32 statistics of the policy, or None."""
 
     def __len__(self) -> int:

@@ -80,7 +80,7 @@ def test_scores_at_the_end_of_a_prompt_are_fused(model: Any, tiny_tokenizer: Any
     for layer, other in zip(plain.tiered, helped.tiered):
         for row in range(2):
             before, after = (
-                one.policy.score(one.tokens.full.state[row], slots, PROMPT, PROMPT) for one in (layer, other)
+                one.policy.score(one.tokens.full.attention_stats[row], slots, PROMPT, PROMPT) for one in (layer, other)
             )
             expected = fuse(before, _heard(small, ids[row : row + 1, -TAIL:]), weight)
             torch.testing.assert_close(after, expected, atol=1e-6, rtol=1e-3)

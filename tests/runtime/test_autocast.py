@@ -54,7 +54,7 @@ def test_every_cache_runs_under_autocast_and_keeps_what_it_keeps_without(config:
     full, packed = caches[0].tiered[0].tokens.full, caches[0].tiered[0].tokens.packed
     assert full.key.dtype == full.value.dtype == half
     assert packed.key_reach.dtype == torch.float16
-    assert full.state is None or full.state.dtype == torch.float32
+    assert full.attention_stats is None or full.attention_stats.dtype == torch.float32
     stock = decode(model, DynamicCache(config=model.config), tokens, 50, half).float()
     kl = [nn.functional.kl_div(each.log_softmax(-1), stock.softmax(-1), reduction="batchmean") for each in logits]
     assert float(kl[0]) < 2 * float(kl[1]) + 1e-3 * tokens.numel()  # no further from the full cache than without

@@ -285,7 +285,7 @@ def test_with_a_predictor_the_profile_raises_learned_budgets(model: Any, tiny_to
     raised = 0
     for layer in (0, 1):
         for row in (0, 1):
-            forecast = whole.tiered[layer].tokens.full.state[0, row].tolist()
+            forecast = whole.tiered[layer].tokens.full.attention_stats[0, row].tolist()
             policy = _cheapest(forecast, classes, body, sizes)
             assert int(cache.tiered[layer].tokens.profiles[0, row]) == policy
             asked = len(_members(policy, forecast, classes, body, sizes))

@@ -172,7 +172,7 @@ def test_several_tokens_at_once_equal_one_by_one(model: Any, policy: str) -> Non
     torch.testing.assert_close(_forward(model, ids[:, 90:], many), steps, atol=2e-4, rtol=1e-3)
     for a, b in zip(one.tiered, many.tiered):
         b.count_held()
-        ours, theirs = a.tokens.packed.state, b.tokens.packed.state
+        ours, theirs = a.tokens.packed.attention_stats, b.tokens.packed.attention_stats
         if ours is not None:
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
 

@@ -99,7 +99,8 @@ def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = 2, 3, 0, 16
     stores = [
-        TokenStore(config, torch.zeros(shape), torch.zeros(shape), state=True, spill=Spill("host")) for _ in range(2)
+        TokenStore(config, torch.zeros(shape), torch.zeros(shape), keeps_stats=True, spill=Spill("host"))
+        for _ in range(2)
     ]
 
     def plan(tokens: BodyTokens) -> Tensor:

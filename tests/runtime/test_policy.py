@@ -61,7 +61,7 @@ def test_state_equals_stock_attention_summed_up(model: Any, policy: str) -> None
             expected = (rows[:, :, PROMPT - 64 : PROMPT] * (weights / weights.sum())[:, None]).sum(2)
             for step in range(PROMPT, PROMPT + STEPS):
                 expected = 0.95 * expected + 0.05 * rows[:, :, step]
-        torch.testing.assert_close(layer.tokens.full.state, expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(layer.tokens.full.attention_stats, expected, atol=1e-4, rtol=1e-3)
 
 
 def _kept(cache: TieredCache, layer: int = 0) -> list[Tensor]:

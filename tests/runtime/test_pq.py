@@ -123,12 +123,12 @@ def test_vectors_of_another_head_dim_are_refused() -> None:
 
 
 class Lists:
-    """The same tokens as plain lists: for each row (slot, code bytes, state)."""
+    """The same tokens as plain lists: for each row (slot, code bytes, stats)."""
 
     def __init__(self, tokens: PQTokens) -> None:
         self.rows: list[list[tuple[int, bytes, float]]] = [[] for _ in tokens.row_len]
-        state = tokens.state if tokens.state is not None else torch.zeros(len(tokens))
-        facts = zip(tokens.token_row().tolist(), tokens.slots().tolist(), tokens.codes, state.tolist())
+        stats = tokens.attention_stats if tokens.attention_stats is not None else torch.zeros(len(tokens))
+        facts = zip(tokens.token_row().tolist(), tokens.slots().tolist(), tokens.codes, stats.tolist())
         for row, slot, code, number in facts:
             self.rows[row].append((slot, bytes(code.tolist()), number))
 
@@ -168,7 +168,7 @@ def test_ragged_operations_are_those_of_lists(data: st.DataObject) -> None:
 def test_empty_tokens_take_part() -> None:
     rows = 3
     book = random_layer()
-    none = PQTokens.empty(rows, book, torch.device("cpu"), state=True)
+    none = PQTokens.empty(rows, book, torch.device("cpu"), keeps_stats=True)
     some = PQTokens.make(
         torch.ones(2, book.width, dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([5, 6]), rows, book,
         torch.ones(2),
@@ -176,7 +176,7 @@ def test_empty_tokens_take_part() -> None:
     assert Lists(none.join(some)).rows == Lists(some.join(none)).rows == Lists(some).rows
     assert len(none.keep(torch.zeros(0, dtype=torch.bool))) == len(none.select_rows(torch.tensor([2, 0]))) == 0
     assert none.key_decoder()(slice(0, 0)).shape == none.value_decoder()(slice(0, 0)).shape == (0, 16)
-    assert "state" not in PQTokens.empty(rows, book, torch.device("cpu"), state=False).tensors()
+    assert "attention_stats" not in PQTokens.empty(rows, book, torch.device("cpu"), keeps_stats=False).tensors()
 
 
 def test_tokens_decode_to_what_was_encoded_and_slots_are_small() -> None:

@@ -90,7 +90,7 @@ def test_what_comes_back_is_what_left_with_its_attention_as_statistic(model: Any
     packed = layer.tokens.packed
     row, slot = packed.token_row(), packed.slots()
     back = chosen[row, slot]
-    score = layer.policy.score(packed.state, slot, layer.seen, layer.prompt)
+    score = layer.policy.score(packed.attention_stats, slot, layer.seen, layer.prompt)
     torch.testing.assert_close(score[back], attention[row, slot][back])
 
 

@@ -48,7 +48,7 @@ def contents(bodies: list[list[PackedTokens]] | list[PackedTokens]) -> dict[tupl
         for t, (row, slot) in enumerate(zip(body.token_row().tolist(), body.slots().tolist())):
             codes = body.low_key_codes[at_low[t]] if low[t] else body.key_codes[at_high[t]]
             assert (row, slot) not in found
-            found[row, slot] = (low[t], codes, body.key_scale[page[t]], body.value_zero[t], body.state[t])
+            found[row, slot] = (low[t], codes, body.key_scale[page[t]], body.value_zero[t], body.attention_stats[t])
     return found
 
 

@@ -190,9 +190,9 @@ def test_keep_moves_codes_and_frees_empty_pages() -> None:
     assert small.page_len.tolist() == [2, 1, 1]
     assert small.token_row().tolist() == [0, 0, 0, 2]
     assert torch.equal(small.slots(), packed.slots()[kept])
-    assert small.state is not None
-    assert packed.state is not None
-    assert torch.equal(small.state, packed.state[kept])
+    assert small.attention_stats is not None
+    assert packed.attention_stats is not None
+    assert torch.equal(small.attention_stats, packed.attention_stats[kept])
     for ours, theirs in zip(dequantise(small, torch.float32), dequantise(packed, torch.float32)):
         assert torch.equal(ours, theirs[kept])  # not quantised again
     bytes_held = sum(t.untyped_storage().nbytes() for t in small.tensors().values())
