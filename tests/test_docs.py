@@ -11,8 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from fade_runtime import FadeConfig
+from fade_runtime.storage.packed import pack_tokens
 from tests.commands import run_command
 from tests.pages import DOCS, FENCE, PAGES, ROOT, blocks, commands, named, runs
 
@@ -113,6 +115,21 @@ def test_the_packages_of_the_runtime_are_named() -> None:
     for package in (ROOT / "fade_runtime").iterdir():
         if (package / "__init__.py").is_file():
             assert f"| `{package.name}/` |" in text
+
+
+def test_the_drawn_page_is_the_stored_one() -> None:
+    (drawing,) = [block for block in blocks("text", TEXTS[DOCS / "architecture.md"]) if "of each token" in block]
+    of_tokens, of_page = (
+        {name: int(size) for name, size in re.findall(r"^  (\w+) [^=\n]* (\d+)(?: +=.*)?$", half, re.MULTILINE)}
+        for half in drawing.split("of the page")
+    )
+    key, value = torch.randn(2, 32, 64)
+    page = pack_tokens(key, value, torch.zeros(32).long(), torch.arange(32), torch.zeros(32))
+    sizes = {name: t.numel() * t.element_size() for name, t in page.tensors().items() if t.numel()}
+    assert of_page == {name: size for name, size in sizes.items() if name in page.PER_PAGE}
+    assert of_tokens == {name: size // 32 for name, size in sizes.items() if name not in page.PER_PAGE}
+    for number in (sum(of_tokens.values()), sum(of_page.values()), sum(sizes.values())):
+        assert f"{number:,}" in drawing
 
 
 def test_diagrams_are_drawn_as_they_are_written() -> None:
