@@ -36,6 +36,15 @@ class FullTokens:
         """Columns, holes included."""
         return self.key.shape[2]
 
+    def taken(self, columns: Tensor) -> FullTokens:
+        """A copy of the tokens at ``columns`` [B, n] int64; -1 is a hole."""
+        index = columns.clamp(min=0)
+        wide = index[:, None, :, None].expand(-1, self.key.shape[1], -1, -1)
+        key, value = (t.gather(2, wide.expand(-1, -1, -1, t.shape[3])) for t in (self.key, self.value))
+        slots = self.slots.gather(1, index).masked_fill(columns < 0, -1)
+        stats = None if self.attention_stats is None else self.attention_stats.gather(2, wide[..., 0])
+        return FullTokens(key, value, slots, stats)
+
     @functools.cached_property
     def holes(self) -> bool:
         """Whether a row has fewer tokens than columns."""

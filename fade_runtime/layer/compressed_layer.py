@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fade_runtime.config import FadeConfig, MemoryController
 from fade_runtime.layer.attention import AttentionCall
+from fade_runtime.layer.movement import move
 from fade_runtime.layer.planner import plan
 from fade_runtime.layer.positions import Positions, dense
 from fade_runtime.layer.sequences import Shared
@@ -155,7 +156,7 @@ class CompressedLayer(StoredLayer):
             self.take_in(None, None)
         self.final, self.whole = self.seen, False
         rows = torch.tensor([True] * store.batch if due is None else due, device=self.device)
-        store.compress(rows, functools.partial(self._reviewed_plan, rows, new))
+        move(store, rows, functools.partial(self._reviewed_plan, rows, new))
         if self.memory is not None:
             self.memory.note(self.index, *store.body_size())
         self.whole = whole

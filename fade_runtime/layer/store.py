@@ -1,4 +1,4 @@
-"""The tokens of one layer by tier, and how they move between tiers."""
+"""The tokens of one layer by tier; how they move between tiers is in :mod:`fade_runtime.layer.movement`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from fade_runtime.config.config import FadeConfig
-from fade_runtime.kernels.dispatch import pick_quantiser
 from fade_runtime.layer.attention import FullTokens
 from fade_runtime.layer.sequences import Sequences
-from fade_runtime.storage.packed import PackedTokens, pack_tokens
+from fade_runtime.storage.packed import PackedTokens
 from fade_runtime.storage.pq import LayerCodebook, PQTokens
 from fade_runtime.storage.spill import Spill, SpilledTokens
-from fade_runtime.storage.tiers import Tier
 from fade_runtime.storage.tokens import StoredTokens, joined
 from predictor.errors import FadeError
 
@@ -34,21 +32,6 @@ class BodyTokens(NamedTuple):
     slots: Tensor
     attention_stats: Tensor | None
     tiers: Tensor
-
-
-Planner = Callable[[BodyTokens], Tensor]  # -> the tiers [T] that they are to have
-
-
-class _Leaving(NamedTuple):
-    """Tokens on their way out of full precision: row (batch x kv head), column, slot and statistic of each, [T]."""
-
-    row: Tensor
-    column: Tensor
-    slot: Tensor
-    attention_stats: Tensor | None
-
-    def at(self, mask: Tensor) -> _Leaving:
-        return _Leaving(*(None if each is None else each[mask] for each in self))  # type: ignore[arg-type]
 
 
 class TokenStore:
@@ -183,7 +166,7 @@ class TokenStore:
         full, left = self.full, len(self.full) - count
         taken = full.key[:, :, left:], full.value[:, :, left:]
         keep = torch.arange(left, device=full.slots.device)
-        shorter = self._columns(keep.expand(len(full.slots), -1))
+        shorter = full.taken(keep.expand(len(full.slots), -1))
         sequences = self.sequences.cropped(count) if self.sequences.seen == self.seen else self.sequences
         seen = self.seen - count
         self.full, self.sequences, self.seen = shorter, sequences, seen  # together, so that no interrupt comes between
@@ -235,40 +218,6 @@ class TokenStore:
         length = self.sequences.counts[row]
         return max(0, length - self.config.recent_window - max(self.config.n_sink, self.moved[row]))
 
-    def compress(self, due: Tensor, plan: Planner) -> None:
-        """Move what has left the window into the body, and the body's tokens to the tiers that a plan gives them.
-
-        Args:
-            due: [B] bool, rows that take part; the others stay as they are.
-            plan: decides.
-        """
-        from_recent = (self.sequences.lengths - self.config.recent_window).clamp(min=0)  # [B]
-        leaving, body = self._leaving(due, from_recent), self.body()
-        counts = [len(tokens) for tokens in body] + [len(leaving.row)]
-        before = self.body_tokens()
-        here = torch.cat((before.tiers, torch.full_like(leaving.row, Tier.HIGH)))
-        known = before.attention_stats is not None and leaving.attention_stats is not None
-        stats = torch.cat((before.attention_stats, leaving.attention_stats)) if known else None  # type: ignore[arg-type]
-        rows, slots = torch.cat((before.rows, leaving.row)), torch.cat((before.slots, leaving.slot))
-        tiers = plan(BodyTokens(rows, slots, stats, here))
-        gone = tiers == Tier.EVICTED
-        if self.spilled is not None and bool(gone.any()) and not self._spill(leaving, gone.split(counts)):
-            tiers = torch.where(gone, here, tiers)  # kept, since it could not be stored
-        packed_tiers, *pq_tiers, fate = tiers.split(counts)
-
-        packs = (fate == Tier.HIGH) | (fate == Tier.LOW)
-        added = self._pack(leaving.at(packs), fate[packs] == Tier.LOW)
-        if self.pq is not None:
-            joins = leaving.at(fate == Tier.PQ)
-            kept = self.pq.keep(pq_tiers[0] == Tier.PQ).absorb(self.packed, packed_tiers == Tier.PQ)
-            self.pq = kept.add(*self._values_of(joins), joins.row, joins.slot, joins.attention_stats)
-        if bool((packed_tiers != self.packed.tiers()).any()):
-            self.packed = self.packed.retier(packed_tiers)
-        self.packed = self.packed.join(added)
-        self.full = self._columns(self._staying(due, from_recent))
-        self.moved = torch.where(due, from_recent, torch.tensor(self.moved, device=due.device)).tolist()
-        self.evicted += int((tiers == Tier.EVICTED).sum())
-
     def body_tokens(self) -> BodyTokens:
         """Every body token."""
         body = self.body()
@@ -279,46 +228,6 @@ class TokenStore:
             torch.cat(all_stats) if all_stats else None,
             torch.cat([tokens.tiers() for tokens in body]),
         )
-
-    def _leaves(self, due: Tensor, from_recent: Tensor) -> Tensor:
-        """[B, n] bool: full-precision tokens of due rows that are neither sinks nor in the window."""
-        slots = self.full.slots
-        return (slots >= self.config.n_sink) & (slots < from_recent[:, None]) & due[:, None]
-
-    def _leaving(self, due: Tensor, from_recent: Tensor) -> _Leaving:
-        """What :meth:`_leaves` says."""
-        full, columns = self.full, len(self.full)
-        leaves = self._leaves(due, from_recent)
-        row, column = leaves[:, None].expand(-1, self.heads, -1).reshape(-1, columns).nonzero(as_tuple=True)
-        stats = None if full.attention_stats is None else full.attention_stats.reshape(-1, columns)[row, column]
-        return _Leaving(row, column, full.slots[row // self.heads, column].long(), stats)
-
-    def _pack(self, chosen: _Leaving, low: Tensor | None = None) -> PackedTokens:
-        """Chosen tokens in fresh pages, those of a mask in the low tier."""
-        key, value = self._values_of(chosen)
-        return pack_tokens(
-            key,
-            value,
-            chosen.row,
-            chosen.slot,
-            chosen.attention_stats,
-            low=low,
-            bits=self.config.bits,
-            pq_codes=None if self.pq is None else self.pq.codebook.encode(key, value),
-            page_tokens=self.config.page_tokens,
-            quantise=pick_quantiser(key.device),
-        )
-
-    def _values_of(self, chosen: _Leaving) -> tuple[Tensor, Tensor]:
-        key, value = (t.flatten(0, 1)[chosen.row, chosen.column] for t in (self.full.key, self.full.value))
-        return key, value
-
-    def _spill(self, leaving: _Leaving, gone: Sequence[Tensor]) -> bool:
-        """Store what is to be evicted, by masks of each body tier and of what leaves; whether that was possible."""
-        assert self.spilled is not None
-        *old, new = gone
-        packed, *rest = (tokens.keep(mask) for tokens, mask in zip(self.body(), old))
-        return self.spilled.add([packed.join(self._pack(leaving.at(new))), *rest])
 
     def tensors(self) -> dict[str, Tensor]:
         """Every stored tensor `[...]` by its name: "policies" (profiles); ``full.``, ``packed.``, ``pq.`` and field."""
@@ -352,22 +261,6 @@ class TokenStore:
         key, value, bits = self.full.key, self.full.value, self.config.bits
         codes = (key.shape[3] * bits.key + value.shape[3] * bits.value) / 8
         return key.shape[3] + value.shape[3], key.element_size(), codes
-
-    def _staying(self, due: Tensor, from_recent: Tensor) -> Tensor:
-        """Columns [B, n] of the full-precision tokens that stay, in order; -1 where a row has fewer than others."""
-        stays = (self.full.slots >= 0) & ~self._leaves(due, from_recent)
-        most = int(stays.sum(1).max())
-        order = (~stays).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
-        return torch.where(stays.gather(1, order), order, -1)
-
-    def _columns(self, columns: Tensor) -> FullTokens:
-        """Full-precision tokens at ``columns`` [B, n] (-1: a hole), copied."""
-        full, index = self.full, columns.clamp(min=0)
-        wide = index[:, None, :, None].expand(-1, self.heads, -1, -1)
-        key, value = (t.gather(2, wide.expand(-1, -1, -1, t.shape[3])) for t in (full.key, full.value))
-        slots = full.slots.gather(1, index).masked_fill(columns < 0, -1)
-        stats = None if full.attention_stats is None else full.attention_stats.gather(2, wide[..., 0])
-        return FullTokens(key, value, slots, stats)
 
     def set_newest_keys(self, key: Tensor) -> None:
         """Replace the keys of the newest tokens by [B, H, Q, D]."""

@@ -19,6 +19,7 @@ from fade_runtime import (
 )
 from fade_runtime.guard.guard import CALM_PROBES, Watch
 from fade_runtime.guard.probe import Probe
+from fade_runtime.layer.movement import move
 from fade_runtime.layer.positions import Positions, dense
 from fade_runtime.layer.store import BodyTokens, TokenStore
 from fade_runtime.storage.spill import Spill
@@ -118,7 +119,7 @@ def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
             store.set_sequences(store.sequences.extended(steps))
         seen += steps
         for store in stores:
-            store.compress(torch.tensor([True, True]), plan)
+            move(store, torch.tensor([True, True]), plan)
         stores[0].restore()
     assert stores[1].evicted > 300
     stores[1].restore()
