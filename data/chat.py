@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from data.reading import proper
-from predictor.errors import FadeError
+from predictor.errors import FadeError, first_line
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
@@ -105,7 +105,7 @@ def _render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
     try:
         text = tokenizer.apply_chat_template(plain, tokenize=False, **options)
     except Exception as error:  # templates raise what they like, most often about the order of roles
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise FadeError(f"a chat does not fit the chat template: {reason}; mend it, or use template raw") from error
     first = tokenizer.bos_token or ""
     adds_it = tokenizer("", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]

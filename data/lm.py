@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from predictor.errors import FadeError
+from predictor.errors import FadeError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -90,7 +90,7 @@ def _load(loader: Any, name: str | Path, **options: Any) -> Any:
     try:
         return loader.from_pretrained(name, local_files_only=local, **options)
     except Exception as error:  # transformers, safetensors and the hub client raise many kinds
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+        reason = first_line(error)
         remedy = "make it again, or name another" if local else "check the id and the connection"
         raise FadeError(f"model {name} cannot be loaded: {reason}; {remedy}") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from data.chat import Render, role_lines
 from data.corpus import Text, builtin_families
 from data.records import columns_of, file_texts, record_text, split_fields, text_files
-from predictor.errors import FadeError
+from predictor.errors import FadeError, first_line
 
 SECTION_LENGTH = 24_000  # characters; a longer file counts as several origins, so that one book fills both splits
 MAX_PASSAGE = (
@@ -102,7 +102,7 @@ def _dataset(source: str, render: Render) -> Iterator[Text]:
         records = load_dataset(name, config or None, split=split or "train", streaming=True)
         columns = records.column_names or list(next(iter(records), {}))
     except Exception as error:  # datasets raises many kinds, most of them with a page of text
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise FadeError(
             f"text source {source} cannot be loaded: {reason}; check name, config and split (hf:NAME:CONFIG:SPLIT)"
         ) from error

@@ -1,4 +1,4 @@
-"""The one exception that this project raises on purpose."""
+"""The one exception that this project raises on purpose, and what it says of others'."""
 
 
 class FadeError(ValueError):
@@ -12,3 +12,13 @@ class FadeError(ValueError):
             ...
         predictor.errors.FadeError: budget 1.5 is not a share; use a float in (0, 1] or a whole number of tokens
     """
+
+
+def first_line(error: BaseException) -> str:
+    r"""The first line of what an exception says, or its type where it says nothing: the reason in a message of ours.
+
+    Example:
+        >>> first_line(OSError("no such file\nand a page of advice")), first_line(ValueError())
+        ('no such file', 'ValueError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from predictor.bundle import CARD, FACTS, WEIGHTS, Predictor, load_bundle
-from predictor.errors import FadeError
+from predictor.errors import FadeError, first_line
 from predictor.files import locked, recover
 
 STORE = "sqlite:///artefacts/mlflow.db"  # unless MLFLOW_TRACKING_URI says otherwise
@@ -157,7 +157,7 @@ def _one_line_errors(uri: str) -> Iterator[None]:
 
 
 def _unusable(uri: str, error: Exception) -> FadeError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     if "database is locked" in reason:
         return FadeError(f"tracking URI {uri} is locked by another process; wait until it is done, or end it")
     return FadeError(f"tracking URI {uri} cannot be used: {reason[:300]}; check it, or name another")
@@ -357,7 +357,7 @@ def _from_hub(repo: str) -> str:
     try:
         return snapshot_download(repo, allow_patterns=[WEIGHTS, FACTS, CARD])
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise FadeError(f"predictor {repo} is no directory, and the hub does not give it: {reason}") from error
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.reading import json_lines, proper
-from predictor.errors import FadeError
+from predictor.errors import FadeError, first_line
 
 
 class Record:
@@ -89,7 +89,7 @@ def _dataset(source: str) -> Iterator[Record]:
     except FadeError:
         raise
     except Exception as error:  # datasets raises many kinds, most of them with a page of text
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise FadeError(
             f"task records {source} cannot be loaded: {reason}; check name, config and split (hf:NAME:CONFIG:SPLIT)"
         ) from error
