@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from data.checks import SHARDS, refuse_not_finite, refuse_other_shards
@@ -78,7 +80,7 @@ def collect(settings: CollectSettings) -> Summary:
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
-            callbacks=[ShardWriter(folder, manifest, missing), DocumentProgress(refresh_rate=1)],
+            callbacks=[ShardWriter(folder, manifest, missing), DocumentProgress(refresh_rate=1), SigtermEnds()],
         )
         try:
             trainer.predict(TraceCollector(settings, missing), return_predictions=False)
@@ -98,6 +100,22 @@ def collect(settings: CollectSettings) -> Summary:
         seconds=time.perf_counter() - began,
         kept=len(kept),
     )
+
+
+class SigtermEnds(Callback):
+    """SIGTERM is handled as it was before Lightning came.
+
+    Lightning's handler first broadcasts the signal. A process that has finished, and waits for the others, never joins
+    in that: the first process, which would end it, waits for it in turn.
+    """
+
+    def __init__(self) -> None:
+        self.handler = signal.getsignal(signal.SIGTERM)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo what Lightning set; where nobody had set anything, that stays."""
+        if callable(self.handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.handler)
 
 
 class TraceCollector(LightningModule):

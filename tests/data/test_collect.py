@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from pipelines import cli
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
+from tests.processes import Process, run_python
 
 ROOT = Path(__file__).parents[2]
 Make = Callable[..., CollectSettings]
@@ -244,16 +242,13 @@ def test_a_process_that_is_ended_leaves_nothing_that_looks_whole(
     number: int, status: int, devices: int, collected: Path, small: Make, tmp_path: Path
 ) -> None:
     out = tmp_path / "traces"
-    run = [sys.executable, "-m", "pipelines.collect_traces", *command(small(out, devices=devices))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        run, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    run = ["-m", "pipelines.collect_traces", *command(small(out, devices=devices))]
+    process = Process(*run)
     limit = time.monotonic() + 240
     while not (out / "shard-00000.parquet").exists() and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.001)
     process.send_signal(number)
-    _, said = process.communicate(timeout=120)
+    said = process.communicate(timeout=120)[1]
     assert process.returncode == status, said
     assert (out / "shard-00000.parquet").exists()
     assert not json.loads((out / "manifest.json").read_text())["complete"]
@@ -261,7 +256,7 @@ def test_a_process_that_is_ended_leaves_nothing_that_looks_whole(
         assert "error: terminated; run the same command again to continue" in said
         # of two processes the first kills the other one, which may be writing
         assert devices == 2 or not [file.name for file in out.iterdir() if file.name.startswith(".")]
-    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = run_python(*run)
     assert done.returncode == 0, done.stderr
     assert "that were there already" in done.stdout
     assert_same(out, collected)
@@ -270,9 +265,7 @@ def test_a_process_that_is_ended_leaves_nothing_that_looks_whole(
 @pytest.mark.slow
 def test_two_processes_lose_and_double_nothing(collected: Path, small: Make, tmp_path: Path) -> None:
     out = tmp_path / "traces"
-    run = [sys.executable, "-m", "pipelines.collect_traces", *command(small(out, devices=2))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    done = run_python("-m", "pipelines.collect_traces", *command(small(out, devices=2)))
     assert done.returncode == 0, done.stderr
     assert "4/4" in done.stdout  # of the first process: it reads two shards, the other process one
     assert_same(out, collected)

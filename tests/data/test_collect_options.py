@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,10 @@ from pipelines import cli
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
 from predictor.provenance import first_values_fingerprint, model_provenance
+from tests.processes import run_python
 
 from .conftest import write_prose
-from .test_collect import ROOT, Make, assert_same, command, rows_of, stop_after
+from .test_collect import Make, assert_same, command, rows_of, stop_after
 
 
 def test_greedy_traces_are_of_what_generate_writes(small: Make, tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -214,12 +212,8 @@ def test_a_protocol_that_is_not_known_is_named(small: Make) -> None:
 def test_torchrun_goes_on_and_a_process_may_have_nothing_to_do(collected: Path, small: Make, tmp_path: Path) -> None:
     out = Path(shutil.copytree(collected, tmp_path / "traces"))
     (out / "shard-00001.parquet").unlink()  # one shard for two processes
-    run = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m",
-        "pipelines.collect_traces", *command(small(out, devices=2)),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = run_python(*torchrun, "-m", "pipelines.collect_traces", *command(small(out, devices=2)))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("6 documents, ") == 1  # said once, not by each process
     assert_same(out, collected)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,10 @@ from lightning.pytorch.callbacks import Callback
 from pipelines.train import main
 from predictor.bundle import load_bundle
 from predictor.module import MONITOR
+from tests.processes import run_python
 
 from .test_fit_and_register import traces  # noqa: F401 (a fixture)
 
-ROOT = Path(__file__).parents[2]
 VALUE = MONITOR.removeprefix("val/")
 
 
@@ -129,10 +127,7 @@ def test_a_checkpoint_of_before_begins_with_its_own_network(traces, tmp_path):  
 def test_best_of_two_processes_is_the_best_validation(traces, tmp_path):  # noqa: F811
     given = arguments(traces, tmp_path / "out", notes=tmp_path / "notes", mine=tmp_path / "mine", epochs=8)
     more = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--data.batch_size", "1")
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelines.train", *given, *more],
-        capture_output=True, text=True, cwd=ROOT, timeout=240, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "pipelines.train", *given, *more)
     assert done.returncode == 0, done.stderr
     assert_best(tmp_path / "out", tmp_path / "notes")
     assert json.loads((tmp_path / "out" / "best" / "bundle.json").read_text())["metrics"][VALUE] > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -14,6 +12,7 @@ from predictor.budgets import learn_budgets
 from predictor.bundle import load_bundle
 from predictor.nets import TokenMLP
 from predictor.scorenet import token_scores
+from tests.processes import run_python
 
 from .test_fit_and_register import traces  # noqa: F401 (a fixture)
 
@@ -22,27 +21,11 @@ NET = ("--model.net", "predictor.nets.TokenMLP", "--model.net.hidden", "16", "--
 
 def fit(folder, output, devices, *more):
     """Each of ``devices`` processes takes its part of every batch of six rows."""
-    command = [
-        sys.executable,
-        "-m",
-        "pipelines.train",
-        "fit",
-        "--data.traces",
-        str(folder),
-        "--output",
-        str(output),
-    ]
-    command += ["--data.batch_size", str(6 // devices), "--trainer.devices", str(devices)]
-    command += ["--trainer.accelerator", "cpu", "--trainer.strategy", "ddp" if devices > 1 else "auto"]
-    command += [
-        "--trainer.logger",
-        "false",
-        "--trainer.enable_progress_bar",
-        "false",
-        "--trainer.max_epochs",
-        "12",
-    ]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=240, check=False)
+    options = ["--data.traces", folder, "--output", output, "--data.batch_size", 6 // devices]
+    options += ["--trainer.devices", devices, "--trainer.strategy", "ddp" if devices > 1 else "auto"]
+    options += ["--trainer.accelerator", "cpu", "--trainer.max_epochs", 12]
+    options += ["--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
+    done = run_python("-m", "pipelines.train", "fit", *options, *more)
     assert done.returncode == 0, done.stderr
     return load_bundle(output / "best")
 

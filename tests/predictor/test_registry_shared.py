@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import socket
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 
 from predictor import registry
 from predictor.errors import FadeError
 from predictor.registry import load_predictor, open_experiment, register_bundle, set_alias
+from tests.processes import Process
 
 from .test_registry import bundle, client, store  # noqa: F401 (fixtures)
 
-ROOT = Path(__file__).parents[2]
 REGISTER = """import sys
 from predictor.registry import register_bundle
 print(register_bundle(sys.argv[1], "new", tracking_uri=sys.argv[2]))
@@ -39,8 +36,7 @@ def one_line(error):
 @pytest.mark.slow
 def test_four_processes_register_a_new_name_in_a_new_store(bundle, tmp_path):  # noqa: F811
     uri = f"sqlite:///{tmp_path}/new/m.db"
-    command = [sys.executable, "-c", REGISTER, str(bundle), uri]
-    running = [subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) for _ in range(4)]
+    running = [Process("-c", REGISTER, bundle, uri) for _ in range(4)]
     told = [each.communicate(timeout=300) for each in running]
     assert [each.returncode for each in running] == [0] * 4, told
     assert sorted(int(out) for out, _ in told) == [1, 2, 3, 4]

@@ -4,8 +4,6 @@ import copy
 import gc
 import itertools
 import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,9 @@ from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
 from predictor.provenance import model_provenance
-from tests.conftest import ROOT, make_tiny_model
+from tests.conftest import make_tiny_model
 from tests.families import FAMILIES
+from tests.processes import run_python
 
 from .compare import differences
 from .test_memory import reachable_bytes
@@ -170,7 +169,7 @@ def resumed(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
         f"from tests.runtime.test_session import resume_all; resume_all({str(folder)!r}, {list(expected)!r})"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     got = {case: load_file(folder / f"{case}.logits")["logits"] for case in expected}
     return {case: (got[case], logits) for case, logits in expected.items()}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
+import signal
 import warnings
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from fade_runtime.storage.spill import Spill, SpilledTokens
 from fade_runtime.storage.spillfiles import PREFIX
 from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 WHERE = ["host", "disk"]
@@ -171,7 +170,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path)
         (spill.folder / "1.safetensors").write_bytes(b"text")
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=False)
+    assert run_python("-c", script, tmp_path).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     mine = Spill("disk", tmp_path)
     assert not left.exists()
@@ -214,7 +213,7 @@ def test_a_host_without_memory_loses_nothing() -> None:
         assert len(contents(held.take())) == 64
         print(held.spill.broken)
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    run = run_python("-c", script)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("the spill store takes no more tokens: ")
 

@@ -115,7 +115,12 @@ def interrupted(line: int) -> Iterator[list[int]]:
     count = [0]
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if "storage/spill" not in frame.f_code.co_filename or frame.f_code.co_name in ("remove", "_unlink"):
+        if "storage/spill" not in frame.f_code.co_filename or frame.f_code.co_name in (
+            "remove",
+            "_unlink",
+            "_end",
+            "_remove",
+        ):
             return None  # Python swallows what is raised in a finalizer
         if event == "line":
             count[0] += 1
