@@ -73,7 +73,6 @@ def graphs(root: Path) -> list[dict[str, set[str]]]:
     return [module_graph(modules, imports), package_graph(modules, imports)]
 
 
-@pytest.mark.xfail(strict=False, reason="the runtime's circles are being dissolved")
 def test_no_circle_among_modules_nor_among_packages() -> None:
     modules, packages = graphs(ROOT)
     assert (find_circles(modules), find_circles(packages)) == ([], []), describe(ROOT)[0]

@@ -127,7 +127,8 @@ def _holds(
     if config.on_rollback == "redecode":
         holds.append(redecode.attach(model, all(map(hf.can_tier, hf.stock_layers(hf.text_config(model))))))
     if listens:
-        modules = {id(module): module for module in (model, wrapper_ref() or model)}
+        wrapper = wrapper_ref()  # not `or model`: a compiled module has no truth value
+        modules = {id(module): module for module in (model, wrapper) if module is not None}
         holds += [attach.listen(module) for module in modules.values()]
     return holds
 
