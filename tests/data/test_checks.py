@@ -19,8 +19,7 @@ from data.plan import CollectSettings
 from data.trace import Traces, read_manifest, read_shard, write_manifest, write_shard
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
-
-from .test_trace import random_rows
+from tests.data.drawn import random_rows
 
 Make = Callable[..., CollectSettings]
 

@@ -14,31 +14,17 @@ import numpy as np
 import pytest
 import yaml
 
-from data.collect import TraceCollector, collect
+from data.collect import collect
 from data.plan import CollectSettings
-from data.trace import Row, Traces, write_manifest
+from data.trace import Traces, write_manifest
 from pipelines import cli
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
+from tests.data.collecting import Make, assert_same, command, stop_after
 from tests.processes import Process, run_python
 
 ROOT = Path(__file__).parents[2]
-Make = Callable[..., CollectSettings]
-
-
-def rows_of(folder: Path) -> list[Row]:
-    traces = Traces(folder)
-    return [row for split in ("train", "validation") for name in traces.shards(split) for row in traces.read(name)]
-
-
-def assert_same(one: Path, other: Path) -> None:
-    first, second = rows_of(one), rows_of(other)
-    assert len(first) == len(second) == 6 * 2 * 2
-    for row, again in zip(first, second):
-        assert set(row) == set(again)
-        for name, value in row.items():
-            np.testing.assert_array_equal(value, again[name])
 
 
 def test_the_manifest_says_what_the_shards_hold(collected: Path, small: Make, tiny_model: Callable[..., Any]) -> None:
@@ -68,21 +54,6 @@ def test_the_manifest_says_what_the_shards_hold(collected: Path, small: Make, ti
         "manifest.json",
         *(s["name"] for s in manifest["shards"]),
     ]
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, documents: int, error: type[BaseException] = RuntimeError) -> list[str]:
-    """Let the collector fail after so many documents; returns the list that it enters what it reads in."""
-    read: list[str] = []
-    step = TraceCollector.predict_step
-
-    def failing(self: TraceCollector, batch: Any, batch_idx: int) -> Any:
-        if len(read) == documents:
-            raise error("power cut")
-        read.append(batch.document.id)
-        return step(self, batch, batch_idx)
-
-    monkeypatch.setattr(TraceCollector, "predict_step", failing)
-    return read
 
 
 def test_an_interrupted_run_resumes_to_the_same_rows(
@@ -171,11 +142,6 @@ def test_prompts_longer_than_the_model_was_made_for_are_refused(
     tiny_model("llama", max_position_embeddings=128).save_pretrained(model)
     with pytest.raises(FadeError, match=r"max_prompt 149 and future 13 pass the 128 positions"):
         collect(small(tmp_path / "out", model=str(model)))
-
-
-def command(settings: CollectSettings) -> list[str]:
-    values = {name: value for name, value in vars(settings).items() if name != "text"}
-    return [f"--text={json.dumps(settings.text)}", *(f"--{name}={value}" for name, value in values.items())]
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from pipelines import cli
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
 from predictor.provenance import first_values_fingerprint, model_provenance
+from tests.data.collecting import Make, assert_same, command, rows_of, stop_after
 from tests.processes import run_python
 
 from .conftest import write_prose
-from .test_collect import Make, assert_same, command, rows_of, stop_after
 
 
 def test_greedy_traces_are_of_what_generate_writes(small: Make, tmp_path: Path, tiny_model_dir: Path) -> None:

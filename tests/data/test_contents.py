@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,10 @@ import pytest
 
 from data.collect import collect
 from data.contents import contents_of, far_attention
-from data.plan import CollectSettings
 from data.trace import Traces
 from pipelines.collect_traces import main
 from predictor.errors import FadeError
-
-from .test_collect import stop_after
-
-Make = Callable[..., CollectSettings]
+from tests.data.collecting import Make, stop_after
 
 
 def test_contents_are_those_of_the_manifest_and_the_files(collected: Path) -> None:

@@ -10,10 +10,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 from data.continuation import continue_prompt, nucleus
-
-
-def tokens_of(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed))
+from tests.data.drawn import tokens_of
 
 
 def test_greedy_is_what_generate_writes(model: Any) -> None:

@@ -14,15 +14,12 @@ import pytest
 
 from data.collect import collect
 from data.folder import Folder
-from data.plan import CollectSettings
 from data.trace import HASH, HASHED, Traces, read_manifest
 from data.writer import whole_shard
 from predictor.errors import FadeError
 from predictor.sealed import SEAL
+from tests.data.collecting import Make, assert_same, stop_after
 
-from .test_collect import assert_same, stop_after
-
-Make = Callable[..., CollectSettings]
 FLIPS = 200
 
 

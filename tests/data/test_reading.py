@@ -20,7 +20,7 @@ from data.records import file_texts
 from data.sources import MAX_PASSAGE, passages
 from data.text import load_documents
 from predictor.errors import FadeError
-from tests.data.test_records import CHAT, sentences
+from tests.data.texts import CHAT, sentences
 
 TEXT = "One caf\xe9.\n\nTwo: \U0001f600 and \u4e2d\u6587.\n\n" + "\n\n".join(sentences("r", 600))
 ENCODINGS = {

@@ -16,11 +16,8 @@ from data.record import AttentionRecorder, record_forward, recorded_attention
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, expected_attention
 from predictor.rope import find_rotary
+from tests.data.drawn import tokens_of
 from tests.families import FAMILIES
-
-
-def tokens_of(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 def eager_rows(model: Any, tokens: torch.Tensor, heads: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from data.record import AttentionRecorder, record_forward, recorded_attention, r
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.features import FeatureSpec
-from tests.data.test_record import tokens_of
+from tests.data.drawn import tokens_of
 
 SPEC = FeatureSpec(window=8)
 EVICTING = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, low_budget=10, reassign_every=8)

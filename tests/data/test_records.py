@@ -18,19 +18,12 @@ from data.chat import chat_frame, chat_renderer, role_lines
 from data.records import SUFFIXES, file_texts, text_files
 from data.text import Document, load_documents, next_source
 from predictor.errors import FadeError
+from tests.data.texts import CHAT, sentences
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-CHAT = [
-    {"role": "user", "content": "What stands in the second paragraph of this letter?\n\nDear all, hello."},
-    {"role": "assistant", "content": "A greeting: dear all, hello."},
-]
-
-
-def sentences(name: str, count: int) -> list[str]:
-    return [f"{name} record {i} " + " ".join(f"{name}{i}word{j}" for j in range(12)) for i in range(count)]
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:

@@ -14,29 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.trace import ARRAYS, HIDDEN, Row, Traces, read_manifest, read_shard, write_shard
+from data.trace import ARRAYS, HIDDEN, Traces, read_manifest, read_shard, write_shard
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.sealed import sealed
-
-
-def random_rows(count: int, slots: int, steps: int, spec: FeatureSpec, seed: int) -> list[Row]:
-    drawn = np.random.default_rng(seed)
-    blocks, total = -(-slots // spec.block), -(-(slots + steps) // spec.block)
-    size = {"S": slots, "F": len(spec.names), "W": spec.window, "T": steps, "N": blocks, "M": total, "D": 6}
-    return [
-        {
-            "doc": f"d{i}",
-            "split": "train",
-            "source": "s",
-            "layer": i,
-            "head": 1,
-            "length": slots,
-            "steps": steps,
-        }
-        | {name: drawn.normal(size=[size[a] for a in axes]).astype(np.float16) for name, axes in ARRAYS.items()}
-        for i in range(count)
-    ]
+from tests.data.drawn import random_rows
 
 
 @given(

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from predictor.bundle import Predictor
 from predictor.features import FeatureSpec
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    """Commands set the number of threads; the next test has as many as the one before."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -5,19 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipelines import bench
 from pipelines.benchmarks import decode
 from pipelines.proof import decode_part
 from predictor.errors import FadeError
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Any:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_decode_prints_ratios_and_adds_rows(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,21 +1,12 @@
 """The benchmark of the guard on a tiny model: its looks are within the steps, and see what is spilled."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipelines import bench
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("spill", ["host", "disk"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from pipelines.benchmarks.memory import CLEAR, MIB, OneRun, _in_process, _rows, 
 from predictor.errors import FadeError
 
 pytestmark = pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux")
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def one_run(model: Path, method: str, context: int, new_tokens: int) -> OneRun:

@@ -1,22 +1,13 @@
 """The benchmark of FastGen's profile on a tiny model: its parts are within its whole."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipelines import bench
 from pipelines.benchmarks.profile import STAGES
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_profile_times_the_parts_of_one_run(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:

@@ -23,7 +23,7 @@ from pipelines.evaluation.measure import Method
 from pipelines.evaluation.methods import METHODS, possible
 from predictor.bundle import load_bundle
 from predictor.errors import FadeError
-from tests.pipelines.test_peers import Plain
+from tests.pipelines.peers import Plain
 
 Run = Callable[..., tuple[int, str, str]]
 

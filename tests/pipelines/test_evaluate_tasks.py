@@ -16,6 +16,7 @@ from PIL import Image
 
 from pipelines import evaluate_tasks
 from pipelines.evaluation.methods import possible
+from tests.pipelines.peers import Plain
 
 Run = Callable[..., tuple[int, str, str]]
 NAMES = ["full", "safe", "h2o", "mine"]
@@ -153,7 +154,6 @@ def test_a_peer_that_fails_leaves_its_task_and_no_other(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipelines.evaluation.measure import Method
-    from tests.pipelines.test_peers import Plain
 
     class Short(Plain):
         def read(self, model: Any, tokens: Any, cache: Any) -> Any:

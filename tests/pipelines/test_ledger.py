@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from pipelines.benchmarks import select as bench_select
 from pipelines.benchmarks.timing import quantiles
 from pipelines.reporting.machine import commit, processor
 from predictor.errors import FadeError
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_quantiles_are_measurements() -> None:

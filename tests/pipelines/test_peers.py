@@ -19,13 +19,13 @@ from pipelines.evaluation.measure import FULL, Method, compare, read_prompt, sta
 from pipelines.evaluation.peers import (
     Kvpress,
     MissingPeer,
-    Peer,
     PeerError,
     make_peer,
     reachable,
     resident_bytes,
 )
 from predictor.errors import FadeError
+from tests.pipelines.peers import Plain
 
 CONTEXT, STEPS = 301, 33  # hqq packs an even number of groups; there are two heads
 REAL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,14 +37,6 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "fade-kv": ("fade-kv", {"int4_budget": 100}),
 }
 PACKAGES = {"quanto": "optimum", "hqq": "hqq", "kvpress": "kvpress", "fade-kv": "fade"}
-
-
-@dataclass(frozen=True)
-class Plain(Peer):
-    """transformers' own cache, as if it were a peer's."""
-
-    package: ClassVar[str] = "transformers"
-    install: ClassVar[str] = "transformers"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from predictor.bundle import load_bundle
 from predictor.module import MONITOR
 from tests.processes import run_python
 
-from .test_fit_and_register import traces  # noqa: F401 (a fixture)
-
 VALUE = MONITOR.removeprefix("val/")
 
 
@@ -81,7 +79,7 @@ def assert_best(output, *notes):
 
 
 @pytest.mark.parametrize("mine", [False, True], ids=["alone", "beside a checkpoint of each step"])
-def test_best_is_the_best_validation(traces, tmp_path, capsys, mine):  # noqa: F811
+def test_best_is_the_best_validation(traces, tmp_path, capsys, mine):
     notes, output = tmp_path / "notes", tmp_path / "out"
     assert main(arguments(traces, output, notes=notes, mine=tmp_path / "mine" if mine else None)) == 0
     assert_best(output, notes)
@@ -92,7 +90,7 @@ def test_best_is_the_best_validation(traces, tmp_path, capsys, mine):  # noqa: F
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same folder", "another folder"])
-def test_best_of_a_resumed_run_is_that_of_all_of_it(traces, tmp_path, same):  # noqa: F811
+def test_best_of_a_resumed_run_is_that_of_all_of_it(traces, tmp_path, same):
     """Broken off behind the best validation, which the second part does not reach again."""
     first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "out"
     assert main(arguments(traces, out, notes=first, mine=tmp_path / "mine", epochs=3)) == 0
@@ -108,7 +106,7 @@ def test_best_of_a_resumed_run_is_that_of_all_of_it(traces, tmp_path, same):  # 
         assert (output / "best" / name).read_bytes() == (out / "best" / name).read_bytes()
 
 
-def test_a_checkpoint_of_before_begins_with_its_own_network(traces, tmp_path):  # noqa: F811
+def test_a_checkpoint_of_before_begins_with_its_own_network(traces, tmp_path):
     notes, mine = tmp_path / "notes", tmp_path / "mine"
     assert main(arguments(traces, tmp_path / "out", notes=notes, mine=mine, epochs=3)) == 0
     checkpoint = torch.load(mine / "step=9.ckpt", weights_only=True)
@@ -124,7 +122,7 @@ def test_a_checkpoint_of_before_begins_with_its_own_network(traces, tmp_path):  
 
 
 @pytest.mark.slow
-def test_best_of_two_processes_is_the_best_validation(traces, tmp_path):  # noqa: F811
+def test_best_of_two_processes_is_the_best_validation(traces, tmp_path):
     given = arguments(traces, tmp_path / "out", notes=tmp_path / "notes", mine=tmp_path / "mine", epochs=8)
     more = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--data.batch_size", "1")
     done = run_python("-m", "pipelines.train", *given, *more)

@@ -14,8 +14,6 @@ from predictor.nets import TokenMLP
 from predictor.scorenet import token_scores
 from tests.processes import run_python
 
-from .test_fit_and_register import traces  # noqa: F401 (a fixture)
-
 NET = ("--model.net", "predictor.nets.TokenMLP", "--model.net.hidden", "16", "--model.lr", "0.02")
 
 
@@ -31,7 +29,7 @@ def fit(folder, output, devices, *more):
 
 
 @pytest.mark.slow
-def test_two_processes_reach_the_loss_of_one(traces, tmp_path):  # noqa: F811
+def test_two_processes_reach_the_loss_of_one(traces, tmp_path):
     alone, together = (fit(traces, tmp_path / str(devices), devices, *NET) for devices in (1, 2))
     assert alone.manifest["epoch"] > 0
     assert together.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=0.02)
@@ -45,7 +43,7 @@ def test_two_processes_reach_the_loss_of_one(traces, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_two_processes_learn_the_head_budgets_of_one(traces, tmp_path):  # noqa: F811
+def test_two_processes_learn_the_head_budgets_of_one(traces, tmp_path):
     module = ("--model", "predictor.module.HeadBudgetModule", "--trainer.max_epochs", "1")
     together = fit(traces, tmp_path / "heads", 2, *module)
     data = TraceDataModule(str(traces))

@@ -10,72 +10,14 @@ import pytest
 import torch
 import yaml
 
-from data.trace import SCHEMA_VERSION, Traces, write_manifest, write_shard
+from data.trace import Traces, write_manifest
 from pipelines.cli import run
 from pipelines.register import format_table, register, trace_facts
 from pipelines.train import main
 from predictor.bundle import load_bundle
-from predictor.features import FEATURES, FeatureSpec
-from predictor.files import sha256_file
 from predictor.nets import BlockCNN
 from predictor.registry import _client
-
-from .conftest import sequence
-
-SPEC = FeatureSpec(window=8)
-LENGTHS = {"train": [400, 411, 440], "validation": [401, 450]}
-
-
-def rows_of(document, length, split):
-    """Trace rows of one document: one layer, two kv heads, what is kept told by the value norm alone."""
-    for head, row in enumerate(sequence(length, 12, SPEC, seed=document)):
-        share = (4 * row["tokens"][:, FEATURES.index("value_norm")]).softmax(0)
-        row["target_sum"] = row["target_max"] = share
-        arrays = {name: value.numpy() for name, value in row.items()}
-        arrays |= {name: row[name].clamp(min=1e-9).log().numpy() for name in ("target_sum", "target_max")}
-        arrays["future_max"] = arrays["future_mean"]
-        scalars = dict(doc=f"doc-{document}", split=split, source="made", layer=0, head=head, length=length, steps=12)
-        yield scalars | arrays
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("traces")
-    documents, shards = [], []
-    for split, lengths in LENGTHS.items():
-        name, rows = f"shard-{len(shards):05d}.parquet", []
-        for length in lengths:
-            rows += rows_of(len(documents), length, split)
-            documents.append(
-                {
-                    "id": f"doc-{len(documents)}",
-                    "source": "made",
-                    "split": split,
-                    "prompt": length,
-                    "shard": name,
-                }
-            )
-        write_shard(folder / name, rows)
-        facts = {"rows": len(rows), "sha256": sha256_file(folder / name)}
-        shards.append({"name": name, "split": split, "documents": [], **facts})
-    write_manifest(
-        folder,
-        {
-            "schema_version": SCHEMA_VERSION,
-            "complete": True,
-            "spec": SPEC.to_dict(),
-            "provenance": {"model_type": "llama", "layers": 1, "kv_heads": 2},
-            "corpus": {"sha256": "text"},
-            "documents": documents,
-            "shards": shards,
-        },
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+from tests.predictor.fitting import LENGTHS, SPEC, one_line, runs
 
 
 def fit(traces, store, output, *more):
@@ -102,10 +44,6 @@ def fitted(traces, store, tmp_path_factory):
     output = tmp_path_factory.mktemp("fit") / "mlp"
     assert fit(traces, store, output) == 0
     return output
-
-
-def runs(client, name):
-    return client.search_runs([client.get_experiment_by_name(name).experiment_id])
 
 
 def test_fit_leaves_the_best_epoch(fitted, traces):
@@ -202,13 +140,6 @@ def test_cnn_fits_too(traces, store, tmp_path):
     ]
     assert main([*arguments, *trainer]) == 0
     assert isinstance(load_bundle(tmp_path / "cnn" / "best").net, BlockCNN)
-
-
-def one_line(capsys):
-    """What was said on standard error, without the progress bar."""
-    told = [line for line in capsys.readouterr().err.splitlines() if line and "batch/s]" not in line]
-    assert len(told) == 1, told
-    return told[0]
 
 
 def test_an_epoch_no_better_than_the_closed_form_is_not_kept(traces, store, tmp_path):

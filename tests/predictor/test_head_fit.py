@@ -20,8 +20,7 @@ from predictor.module import HeadBudgetModule
 from predictor.nets import TokenMLP
 from predictor.registry import _client
 from predictor.scorenet import token_scores
-
-from .test_fit_and_register import one_line, runs, store, traces  # noqa: F401 (fixtures)
+from tests.predictor.fitting import one_line, runs
 
 
 def fit(folder, output, *more):
@@ -31,7 +30,7 @@ def fit(folder, output, *more):
 
 
 @pytest.fixture(scope="module")
-def fitted(traces, store, tmp_path_factory):  # noqa: F811
+def fitted(traces, store, tmp_path_factory):
     output = tmp_path_factory.mktemp("fit") / "heads"
     assert fit(traces, output, "--tracking_uri", store, "--experiment", "heads") == 0
     return output
@@ -43,7 +42,7 @@ def batches(folder, split):
     return list(module.train_dataloader() if split == "train" else module.val_dataloader())
 
 
-def test_the_bundle_has_the_mean_over_all_rows(fitted, traces):  # noqa: F811
+def test_the_bundle_has_the_mean_over_all_rows(fitted, traces):
     bundle, score = load_bundle(fitted / "best"), partial(token_scores, TokenMLP())
     assert bundle.budgets is not None
     expected = learn_budgets(score, batches(traces, "train"))
@@ -71,7 +70,7 @@ def test_the_defaults_are_its_own(capsys):
     assert arguments == {"scorer": None, "lost": "max", "shares": [0.5, 0.25, 0.125, 0.0625]}
 
 
-def test_it_is_held_against_the_others_on_validation_rows(fitted, traces):  # noqa: F811
+def test_it_is_held_against_the_others_on_validation_rows(fitted, traces):
     metrics, budgets = load_bundle(fitted / "best").metrics, load_bundle(fitted / "best").budgets
     score = partial(token_scores, TokenMLP())
     for share in (0.5, 0.25, 0.125, 0.0625):
@@ -87,7 +86,7 @@ def test_it_is_held_against_the_others_on_validation_rows(fitted, traces):  # no
             assert metrics[f"{kind}/lost_at_{share}"] == pytest.approx(sum(lost) / len(lost), rel=1e-3)
 
 
-def test_what_is_kept_is_tracked(fitted, store):  # noqa: F811
+def test_what_is_kept_is_tracked(fitted, store):
     files = {"best", "best.ckpt", "config.yaml", "heads.csv", "heads.png"}
     assert {path.name for path in fitted.iterdir()} == files
     client = _client(store)
@@ -102,14 +101,14 @@ def test_what_is_kept_is_tracked(fitted, store):  # noqa: F811
     assert "Recovery is the share" not in card  # not measured yet
 
 
-def test_a_checkpoint_can_be_validated(fitted, store):  # noqa: F811
+def test_a_checkpoint_can_be_validated(fitted, store):
     options = ["--config", str(fitted / "config.yaml"), "--ckpt_path", str(fitted / "best.ckpt")]
     assert main(["validate", *options, "--experiment", "heads-validate"]) == 0
     found = runs(_client(store), "heads-validate")[0].data.metrics["val/max/lost_at_0.25"]
     assert found == pytest.approx(load_bundle(fitted / "best").metrics["max/lost_at_0.25"], abs=1e-6)
 
 
-def test_a_finished_fit_has_nothing_to_go_on_with(fitted, traces, tmp_path, capsys):  # noqa: F811
+def test_a_finished_fit_has_nothing_to_go_on_with(fitted, traces, tmp_path, capsys):
     options = ("--trainer.logger", "false", "--ckpt_path", str(fitted / "best.ckpt"))
     assert fit(traces, tmp_path / "done", *options) == 0
     assert "kept in" not in capsys.readouterr().out
@@ -139,7 +138,7 @@ def test_budgets_by_head_lose_less_than_the_same_for_all(make_batch):
         metrics.update(net, {**batch, "layer": batch["layer"] + 1}, tables)
 
 
-def test_a_scorer_ranks_the_tokens(fitted, traces, tmp_path, capsys):  # noqa: F811
+def test_a_scorer_ranks_the_tokens(fitted, traces, tmp_path, capsys):
     """A scorer that ranks by age loses more; one that was trained on other traces is refused."""
     mine = load_bundle(fitted / "best")
     mine.net.head.weight.normal_(std=1e3, generator=torch.Generator().manual_seed(3))

@@ -7,10 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from scipy.optimize import brentq
 from scipy.special import log_softmax
-from torch.utils.data import DataLoader
 
 from predictor.batches import block_targets, target_mass
 from predictor.errors import FadeError
@@ -33,24 +32,7 @@ from predictor.module import MONITOR, PredictorModule
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.ranking_metrics import BUDGETS, RankingMetrics
 from predictor.scorenet import token_scores
-
-
-def fit(module, batches, epochs=1, **options):
-    """Train on whole batches, quietly, on the CPU."""
-    loader = DataLoader(batches, batch_size=None, shuffle=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        deterministic=True,
-        **options,
-    )
-    trainer.fit(module, loader, loader)
-    return trainer
+from tests.predictor.fitting import fit
 
 
 @pytest.fixture

@@ -8,36 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from predictor import registry
 from predictor.bundle import WEIGHTS, Predictor, load_bundle
 from predictor.errors import FadeError
-from predictor.features import FeatureSpec
-from predictor.nets import TokenMLP
 from predictor.registry import is_hub_id, load_predictor, register_bundle, resolve_store, set_alias
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """One store for the module: making its tables takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
-
-
-@pytest.fixture
-def bundle(tmp_path):
-    net = TokenMLP(hidden=4, depth=1)
-    torch.nn.init.normal_(net.head.weight)
-    return Predictor(
-        net,
-        spec=FeatureSpec(),
-        provenance={"model_type": "llama"},
-        metrics={"recovery_at_0.25": 0.9},
-        manifest={},
-    ).save(tmp_path / "bundle")
-
-
-@pytest.fixture
-def client(store):
-    return registry._client(store)
 
 
 def weights(predictor):

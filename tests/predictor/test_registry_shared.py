@@ -16,15 +16,13 @@ from predictor.errors import FadeError
 from predictor.registry import load_predictor, open_experiment, register_bundle, set_alias
 from tests.processes import Process
 
-from .test_registry import bundle, client, store  # noqa: F401 (fixtures)
-
 REGISTER = """import sys
 from predictor.registry import register_bundle
 print(register_bundle(sys.argv[1], "new", tracking_uri=sys.argv[2]))
 """
 
 
-def versions(client, name):  # noqa: F811
+def versions(client, name):
     return sorted(int(version.version) for version in client.search_model_versions(f"name = '{name}'"))
 
 
@@ -34,7 +32,7 @@ def one_line(error):
 
 
 @pytest.mark.slow
-def test_four_processes_register_a_new_name_in_a_new_store(bundle, tmp_path):  # noqa: F811
+def test_four_processes_register_a_new_name_in_a_new_store(bundle, tmp_path):
     uri = f"sqlite:///{tmp_path}/new/m.db"
     running = [Process("-c", REGISTER, bundle, uri) for _ in range(4)]
     told = [each.communicate(timeout=300) for each in running]
@@ -45,7 +43,7 @@ def test_four_processes_register_a_new_name_in_a_new_store(bundle, tmp_path):  #
 
 
 @pytest.mark.parametrize("step", ["set_model_version_tag", "set_terminated", "set_registered_model_alias"])
-def test_what_fails_leaves_the_version_of_another(store, bundle, client, monkeypatch, step):  # noqa: F811
+def test_what_fails_leaves_the_version_of_another(store, bundle, client, monkeypatch, step):
     """Another registers under the new name between the steps of one that then fails."""
     name, seen, real = f"shared-{step}", [], getattr(type(client), step)
 
@@ -65,7 +63,7 @@ def test_what_fails_leaves_the_version_of_another(store, bundle, client, monkeyp
 
 
 @pytest.mark.parametrize("step", ["create_registered_model", "create_experiment"])
-def test_what_another_has_just_made_is_used(store, bundle, client, monkeypatch, step):  # noqa: F811
+def test_what_another_has_just_made_is_used(store, bundle, client, monkeypatch, step):
     """It was not there when it was looked for, and is when it is to be made."""
     monkeypatch.setattr(registry, "EXPERIMENT", f"of-{step}")
     real = getattr(type(client), step)
@@ -78,7 +76,7 @@ def test_what_another_has_just_made_is_used(store, bundle, client, monkeypatch, 
     assert register_bundle(bundle, f"twice-{step}", tracking_uri=store) == 1
 
 
-def test_an_alias_that_was_moved_goes_back(store, bundle, client, monkeypatch):  # noqa: F811
+def test_an_alias_that_was_moved_goes_back(store, bundle, client, monkeypatch):
     register_bundle(bundle, "moved", alias="champion", tracking_uri=store)
     real = type(client).set_registered_model_alias
     calls = []
@@ -108,7 +106,7 @@ def test_an_alias_that_was_moved_goes_back(store, bundle, client, monkeypatch): 
     ids=["register", "fit", "alias", "load"],
 )
 class TestOutOfReach:
-    def test_a_locked_database_is_one_line(self, bundle, tmp_path, monkeypatch, use):  # noqa: F811
+    def test_a_locked_database_is_one_line(self, bundle, tmp_path, monkeypatch, use):
         monkeypatch.setattr(registry, "PATIENCE", 0.2)
         with closing(sqlite3.connect(tmp_path / "m.db", isolation_level=None)) as other:
             other.execute("CREATE TABLE held (x)")
@@ -119,7 +117,7 @@ class TestOutOfReach:
             one_line(error)
             assert time.monotonic() - began < 20  # 41 seconds before; the patience of .2, and what is imported
 
-    def test_a_server_that_is_gone_is_one_line(self, bundle, use):  # noqa: F811
+    def test_a_server_that_is_gone_is_one_line(self, bundle, use):
         with closing(socket.socket()) as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -127,21 +125,21 @@ class TestOutOfReach:
             use(bundle, f"http://127.0.0.1:{port}")
         one_line(error)
 
-    def test_a_server_that_says_nothing_is_one_line(self, bundle, monkeypatch, use):  # noqa: F811
+    def test_a_server_that_says_nothing_is_one_line(self, bundle, monkeypatch, use):
         monkeypatch.setattr(registry, "PATIENCE", 0.2)
         with closing(socket.create_server(("127.0.0.1", 0))) as silent:
             with pytest.raises(FadeError, match="does not answer") as error:
                 use(bundle, f"http://127.0.0.1:{silent.getsockname()[1]}")
         one_line(error)
 
-    def test_a_file_that_is_no_database_is_one_line(self, bundle, tmp_path, use):  # noqa: F811
+    def test_a_file_that_is_no_database_is_one_line(self, bundle, tmp_path, use):
         (tmp_path / "m.db").write_text("a letter to a friend, which is not a database" * 30)
         with pytest.raises(FadeError, match="m.db cannot be used: file is not a database") as error:
             use(bundle, f"sqlite:///{tmp_path}/m.db")
         one_line(error)
         assert (tmp_path / "m.db").read_text().startswith("a letter")
 
-    def test_a_folder_uri_is_one_line(self, bundle, tmp_path, use):  # noqa: F811
+    def test_a_folder_uri_is_one_line(self, bundle, tmp_path, use):
         with pytest.raises(FadeError, match=f"is a folder, .*use sqlite:///{tmp_path}/mlruns.db") as error:
             use(bundle, (tmp_path / "mlruns").as_uri())
         one_line(error)

@@ -13,7 +13,7 @@ from predictor.module import PredictorModule
 from predictor.nets import TokenMLP
 from predictor.reselect import AVERAGES, ReselectMetrics, blocks_at, horizon_mass, timeline
 from predictor.temporal import BlockCNN, EmaBank
-from tests.predictor.test_module import fit
+from tests.predictor.fitting import fit
 
 BLOCK, SINKS, RECENT = 16, 4, 64
 

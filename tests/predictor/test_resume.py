@@ -11,8 +11,6 @@ from data.datamodule import TraceDataModule
 from predictor.module import HeadBudgetModule, PredictorModule
 from predictor.nets import TokenMLP
 
-from .test_fit_and_register import traces  # noqa: F401 (a fixture)
-
 QUIET = dict(
     accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
     num_sanity_val_steps=0, deterministic=True,
@@ -41,7 +39,7 @@ def fit(folder, module, out, *, resume=None, **options):
 
 @pytest.mark.parametrize("done", [1, 3])
 @pytest.mark.parametrize("interval", [1.0, 2], ids=["after an epoch", "inside an epoch"])
-def test_a_network_gets_the_same_weights(traces, tmp_path, done, interval):  # noqa: F811
+def test_a_network_gets_the_same_weights(traces, tmp_path, done, interval):
     options = dict(max_epochs=5, val_check_interval=interval)
     module = lambda: PredictorModule(TokenMLP(hidden=8), lr=0.02)
     whole, rest = module(), module()
@@ -54,7 +52,7 @@ def test_a_network_gets_the_same_weights(traces, tmp_path, done, interval):  # n
         assert torch.equal(one, two)
 
 
-def test_more_epochs_than_were_planned_stretch_the_cosine(traces, tmp_path):  # noqa: F811
+def test_more_epochs_than_were_planned_stretch_the_cosine(traces, tmp_path):
     fit(traces, PredictorModule(TokenMLP(hidden=8)), tmp_path / "short", max_epochs=3)
     more = PredictorModule(TokenMLP(hidden=8))
     resumed = fit(traces, more, tmp_path / "long", resume=tmp_path / "short" / "step=9.ckpt", max_epochs=6)
@@ -63,7 +61,7 @@ def test_more_epochs_than_were_planned_stretch_the_cosine(traces, tmp_path):  # 
     assert half > falling[0] > falling[1] > 0
 
 
-def test_head_budgets_count_no_row_twice(traces, tmp_path):  # noqa: F811
+def test_head_budgets_count_no_row_twice(traces, tmp_path):
     whole, rest = HeadBudgetModule(), HeadBudgetModule()
     fit(traces, whole, tmp_path / "whole", max_epochs=1, val_check_interval=2)
     fit(traces, rest, tmp_path / "rest", max_epochs=1, val_check_interval=2, resume=tmp_path / "whole" / "step=2.ckpt")

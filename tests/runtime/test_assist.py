@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
 from fade_runtime.cache.assistant import Assistant, first_layers, fuse
 from fade_runtime.transformers_api import forward_kwargs
-
-from .test_memory import reachable
+from tests.runtime.caches import reachable
 
 PROMPT, TAIL = 90, 40
 SMALL: dict[str, Any] = dict(n_sink=2, recent_window=8, int4_budget=20, assist_tail=TAIL)

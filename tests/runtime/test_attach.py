@@ -18,15 +18,12 @@ from fade_runtime import FadeConfig, FadeError, create_tiered_cache
 from fade_runtime.cache import attach
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
+from tests.runtime.caches import random_ids
 
 LOSSY = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, reassign_every=8)
 GUARDED = dict(n_sink=2, recent_window=16, int4_budget=20, reassign_every=8, spill="host", monitor_every=8)
 SHADOWED = FadeConfig(**GUARDED, guard="warn", shadow_every=4)
 AGAIN = FadeConfig(**GUARDED, guard="rollback", on_rollback="redecode")
-
-
-def ids(length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def stock(model: Any, tokens: Tensor) -> Tensor:
@@ -94,12 +91,12 @@ def test_with_leaves_the_model_at_the_end_also_after_an_error(model: Any) -> Non
     before = changes(model)
     cache = create_tiered_cache(model, LOSSY)
     with pytest.raises(KeyError), cache:
-        _ = model.generate(ids(40), max_new_tokens=4, **forward_kwargs(cache, model)), {}["no such key"]
+        _ = model.generate(random_ids(1, 40), max_new_tokens=4, **forward_kwargs(cache, model)), {}["no such key"]
     assert changes(model) == before
     with pytest.raises(FadeError, match=r"'sdpa' cannot skip evicted tokens; call cache.attach\(\)"):
-        model(ids(1), **forward_kwargs(copy.deepcopy(cache), model))
+        model(random_ids(1, 1), **forward_kwargs(copy.deepcopy(cache), model))
     cache.attach()
-    model(ids(1), **forward_kwargs(cache, model))
+    model(random_ids(1, 1), **forward_kwargs(cache, model))
     assert cache.get_seq_length() == 44
 
 
@@ -121,7 +118,7 @@ def test_an_attention_that_the_user_sets_meanwhile_stays(model: Any, own: str) -
 
 @every_model
 def test_calls_with_other_caches_are_served_by_the_models_own_attention(kind: str) -> None:
-    model, tokens = MODELS[kind](), ids(30)
+    model, tokens = MODELS[kind](), random_ids(1, 30)
     mask = torch.ones_like(tokens)
     mask[:, :4] = 0
     before = stock(model, tokens), model(tokens, attention_mask=mask).logits
@@ -138,7 +135,7 @@ def test_calls_with_other_caches_are_served_by_the_models_own_attention(kind: st
 @pytest.mark.parametrize("goes", [True, False], ids=["goes", "comes"])
 def test_a_call_during_which_the_model_changes_gives_what_it_gives_alone(kind: str, goes: bool) -> None:
     """As when another thread's cache comes or goes between two layers: masks of one attention meet the other's."""
-    model, tokens = MODELS[kind](), ids(30)
+    model, tokens = MODELS[kind](), random_ids(1, 30)
     expected, caches = model(tokens).logits, [create_tiered_cache(model, LOSSY)] if goes else []
 
     def change(*_: Any) -> None:
@@ -151,7 +148,7 @@ def test_a_call_during_which_the_model_changes_gives_what_it_gives_alone(kind: s
 
 @pytest.mark.parametrize("config", [LOSSY, AGAIN], ids=["plain", "redecode"])
 def test_copies_and_pickles_of_a_model_hold_nothing_of_its_caches(config: FadeConfig) -> None:
-    model, tokens = MODELS["eager"](), ids(20)
+    model, tokens = MODELS["eager"](), random_ids(1, 20)
     expected = model.generate(tokens, max_new_tokens=3)
     with create_tiered_cache(model, config):
         stored = pickle.dumps(model)
@@ -178,13 +175,15 @@ def test_hooks_are_shared_and_may_go_in_the_middle_of_a_call(model: Any) -> None
     assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 2
     mine = caches["mine"]
     dropped += ["third", "other"]
-    model(ids(40), **forward_kwargs(mine, model))
+    model(random_ids(1, 40), **forward_kwargs(mine, model))
     assert mine.text is not None
-    assert torch.equal(mine.text.ids, ids(40).int())
+    assert torch.equal(mine.text.ids, random_ids(1, 40).int())
     assert len(model._forward_pre_hooks) == 2
     del mine
     dropped += ["mine"]  # the last one goes in somebody else's call
-    assert torch.equal(model(ids(40)).logits, make_tiny_model(model.config.model_type)(ids(40)).logits)
+    assert torch.equal(
+        model(random_ids(1, 40)).logits, make_tiny_model(model.config.model_type)(random_ids(1, 40)).logits
+    )
     assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
 
 
@@ -198,7 +197,7 @@ def test_a_cache_that_dies_while_the_model_is_being_changed_is_no_deadlock(model
 
 
 def test_caches_of_many_threads_come_and_go(model: Any) -> None:
-    tokens, before = ids(24), changes(model)
+    tokens, before = random_ids(1, 24), changes(model)
     expected, wrong, last = model(tokens).logits, [], threading.Barrier(4)
 
     def work(config: FadeConfig | None) -> None:

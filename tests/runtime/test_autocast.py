@@ -13,6 +13,7 @@ from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.layer import AttentionCall
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
+from tests.runtime.caches import random_ids
 
 SAFE = FadeConfig(n_sink=2, recent_window=8, reassign_every=8)
 LOSSY = SAFE.with_options(int4_budget=12, low_budget=10)
@@ -27,10 +28,6 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 both_halves = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 
 
-def ids(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def decode(model: Any, cache: Any, tokens: Tensor, prompt: int, half: torch.dtype | None) -> Tensor:
     """Logits [B, S, V] of a prompt and of single steps."""
     with torch.no_grad(), torch.autocast("cpu", dtype=half, enabled=half is not None):
@@ -40,7 +37,7 @@ def decode(model: Any, cache: Any, tokens: Tensor, prompt: int, half: torch.dtyp
 
 @both_halves
 def test_what_is_exact_is_exact_under_autocast(model: Any, half: torch.dtype) -> None:
-    tokens = ids(2, 40)
+    tokens = random_ids(2, 40)
     ours = decode(model, create_tiered_cache(model, CONFIGS["off"]), tokens, 36, half)
     assert torch.equal(ours, decode(model, DynamicCache(config=model.config), tokens, 36, half))
 
@@ -48,7 +45,7 @@ def test_what_is_exact_is_exact_under_autocast(model: Any, half: torch.dtype) ->
 @every_config
 @both_halves
 def test_every_cache_runs_under_autocast_and_keeps_what_it_keeps_without(config: FadeConfig, half: torch.dtype) -> None:
-    model, tokens = make_tiny_model(), ids(2, 70)
+    model, tokens = make_tiny_model(), random_ids(2, 70)
     caches = [create_tiered_cache(model, config) for _ in range(2)]
     logits = [decode(model, cache, tokens, 50, dtype).float() for cache, dtype in zip(caches, (half, None))]
     full, packed = caches[0].tiered[0].tokens.full, caches[0].tiered[0].tokens.packed
@@ -62,7 +59,7 @@ def test_every_cache_runs_under_autocast_and_keeps_what_it_keeps_without(config:
 
 def test_packing_is_done_without_autocast(model: Any) -> None:
     """What layer 0 stores is what it stores of the same keys and values, rounded by hand, outside of autocast."""
-    tokens, stock, cache = ids(1, 60), DynamicCache(config=model.config), create_tiered_cache(model, SAFE)
+    tokens, stock, cache = random_ids(1, 60), DynamicCache(config=model.config), create_tiered_cache(model, SAFE)
     for each in (stock, cache):
         decode(model, each, tokens, 60, torch.bfloat16)
     by_hand = create_tiered_cache(model, SAFE).tiered[0]
@@ -79,7 +76,7 @@ def test_beams_and_crops_under_autocast(model: Any) -> None:
     cache, more = create_tiered_cache(model, LOSSY), dict(num_beams=3, max_new_tokens=20, do_sample=False)
     cache.activate_past_recording()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = model.generate(ids(2, 40), **forward_kwargs(cache, model), **more)
+        out = model.generate(random_ids(2, 40), **forward_kwargs(cache, model), **more)
         cache.crop(-1)
         cache.batch_select_indices(torch.tensor([3, 0]))
     assert out.shape[1] == 60

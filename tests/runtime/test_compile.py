@@ -12,6 +12,7 @@ from torch import Tensor
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
+from tests.runtime.caches import random_ids
 
 LOSSY = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, low_budget=10, reassign_every=8)
 CONFIGS = {
@@ -45,13 +46,9 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def ids(length: int) -> Tensor:
-    return torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(0))
-
-
 def decode(model: Any, config: FadeConfig) -> tuple[Tensor, Any]:
     """Logits of a prompt of 60 and of 16 steps; the cache."""
-    cache, tokens = create_tiered_cache(model, config), ids(76)
+    cache, tokens = create_tiered_cache(model, config), random_ids(1, 76)
     with torch.no_grad():
         parts = tokens.split([60, *[1] * 16], dim=1)
         return torch.cat([model(part, **forward_kwargs(cache, model)).logits for part in parts], dim=1), cache
@@ -81,7 +78,9 @@ def test_generate_of_a_compiled_model(way: str) -> None:
     outs = []
     for model in (make_model(), WAYS[way](make_model(), "eager")):
         cache = create_tiered_cache(model, LOSSY)
-        outs.append(model.generate(ids(60), max_new_tokens=24, do_sample=False, **forward_kwargs(cache, model)))
+        outs.append(
+            model.generate(random_ids(1, 60), max_new_tokens=24, do_sample=False, **forward_kwargs(cache, model))
+        )
     assert torch.equal(*outs)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
-from fade_runtime.transformers_api import forward_kwargs, is_attached
+from fade_runtime.transformers_api import is_attached
 from tests.families import FAMILIES, REFUSED, TIERED
-from tests.runtime.test_memory import reachable_bytes
+from tests.runtime.caches import decode, forward, random_ids, reachable_bytes
 
 KEEP_ALL = FadeConfig(recent_window=500)
 PACKED = FadeConfig(n_sink=2, recent_window=8, reassign_every=8)
@@ -36,29 +36,15 @@ def _cache(model: Any, config: FadeConfig) -> TieredCache:
         return create_tiered_cache(model, config)
 
 
-def _prompt(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def _generate(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return model.generate(ids, past_key_values=cache, **{"max_new_tokens": 10, "do_sample": False, **options})
 
 
-def _forward(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    return model(ids, **forward_kwargs(cache, model)).logits
-
-
-def _decode(model: Any, ids: Tensor, prompt: int, cache: Any) -> Tensor:
-    """Logits of a prompt and then token after token, by bare ``forward`` without position ids."""
-    parts = [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]
-    return torch.cat([_forward(model, part, cache) for part in parts], dim=1)
-
-
 @every_family
 def test_nothing_to_compress_equals_stock(family: str) -> None:
-    model, ids = _stock(family), _prompt(2, 40)
+    model, ids = _stock(family), random_ids(2, 40)
     options = {"output_logits": True, "return_dict_in_generate": True}
     stock = _generate(model, ids, DynamicCache(config=model.config), **options)
     ours = _generate(model, ids, _cache(model, KEEP_ALL), **options)
@@ -68,7 +54,7 @@ def test_nothing_to_compress_equals_stock(family: str) -> None:
 
 @every_family
 def test_left_padded_row_equals_its_unbatched_run_when_evicting(family: str) -> None:
-    model, prompts = FAMILIES[family](), [_prompt(1, length, length) for length in (47, 29)]
+    model, prompts = FAMILIES[family](), [random_ids(1, length, length) for length in (47, 29)]
     ids = torch.cat([torch.nn.functional.pad(p, (47 - p.shape[1], 0), value=257) for p in prompts])
     options = {"output_logits": True, "return_dict_in_generate": True}
     cache = _cache(model, LOSSY)
@@ -83,7 +69,7 @@ def test_left_padded_row_equals_its_unbatched_run_when_evicting(family: str) -> 
 
 @every_family
 def test_beam_search_equals_stock_when_nothing_is_compressed(family: str) -> None:
-    model, ids = _stock(family), _prompt(2, 20)
+    model, ids = _stock(family), random_ids(2, 20)
     beams = {"num_beams": 3, "num_return_sequences": 2}
     stock = _generate(model, ids, DynamicCache(config=model.config), **beams)
     assert torch.equal(_generate(model, ids, _cache(model, KEEP_ALL), **beams), stock)
@@ -91,7 +77,7 @@ def test_beam_search_equals_stock_when_nothing_is_compressed(family: str) -> Non
 
 @every_family
 def test_prompt_lookup_equals_stock_when_nothing_is_compressed(family: str) -> None:
-    model, ids = _stock(family), _prompt(1, 10).repeat(1, 3)
+    model, ids = _stock(family), random_ids(1, 10).repeat(1, 3)
     if model._is_stateful:  # transformers itself says no
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
             _generate(model, ids, _cache(model, KEEP_ALL), prompt_lookup_num_tokens=3)
@@ -102,7 +88,7 @@ def test_prompt_lookup_equals_stock_when_nothing_is_compressed(family: str) -> N
 
 @every_family
 def test_second_turn_feeds_only_new_tokens_and_equals_stock(family: str) -> None:
-    model, first, more = _stock(family), _prompt(1, 30), _prompt(1, 7, 3)
+    model, first, more = _stock(family), random_ids(1, 30), random_ids(1, 7, 3)
     outs, fed = [], []
     model.get_input_embeddings().register_forward_hook(lambda _, args, __: fed.append(args[0].shape[1]))
     for make in (lambda: DynamicCache(config=model.config), lambda: _cache(model, KEEP_ALL)):
@@ -116,10 +102,10 @@ def test_second_turn_feeds_only_new_tokens_and_equals_stock(family: str) -> None
 
 @every_tiered_family
 def test_bare_forward_compresses_every_full_attention_layer_and_stays_close(family: str) -> None:
-    model, ids = _stock(family), _prompt(2, 60)
-    stock = _decode(model, ids, 50, DynamicCache(config=model.config))[:, 50:]
+    model, ids = _stock(family), random_ids(2, 60)
+    stock = decode(model, ids, 50, DynamicCache(config=model.config))[:, 50:]
     cache = _cache(model, PACKED)
-    ours = _decode(model, ids, 50, cache)[:, 50:]
+    ours = decode(model, ids, 50, cache)[:, 50:]
     assert 0 < (ours - stock).norm() < 0.5 * stock.norm()
     assert cache.get_seq_length() == 60
     for layer in cache.tiered:
@@ -130,9 +116,9 @@ def test_bare_forward_compresses_every_full_attention_layer_and_stays_close(fami
 
 @every_tiered_family
 def test_model_in_bfloat16_needs_no_argument(family: str) -> None:
-    model, ids = FAMILIES[family]().to(torch.bfloat16), _prompt(2, 40)
+    model, ids = FAMILIES[family]().to(torch.bfloat16), random_ids(2, 40)
     cache = _cache(model, LOSSY)
-    logits = _decode(model, ids, 36, cache)
+    logits = decode(model, ids, 36, cache)
     assert logits.dtype == torch.bfloat16
     assert bool(logits.isfinite().all())
     assert {layer.store.full.key.dtype for layer in cache.tiered if layer.store.full is not None} == {torch.bfloat16}
@@ -143,22 +129,22 @@ def test_eager_attention_over_a_compressed_cache_is_the_same(family: str) -> Non
     """Also the oracle of attention over packed codes: eager sees them dequantised, as full keys and values."""
     if family.startswith("falcon"):
         pytest.skip("Falcon cannot change its attention implementation once it is loaded")
-    model, ids = FAMILIES[family](), _prompt(2, 60)
+    model, ids = FAMILIES[family](), random_ids(2, 60)
     cache = _cache(model, PACKED)
-    _decode(model, ids[:, :50], 44, cache)
+    decode(model, ids[:, :50], 44, cache)
     foreign = copy.deepcopy(cache)
-    expected = _decode(model, ids[:, 50:], 4, cache)
+    expected = decode(model, ids[:, 50:], 4, cache)
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(_decode(model, ids[:, 50:], 4, foreign), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(decode(model, ids[:, 50:], 4, foreign), expected, atol=1e-3, rtol=1e-3)
     assert foreign.memory_report()["resident_bytes"] == cache.memory_report()["resident_bytes"]
 
 
 @every_family
 def test_reported_bytes_are_all_that_is_reachable(family: str) -> None:
-    model, ids = FAMILIES[family](), _prompt(2, 70)
+    model, ids = FAMILIES[family](), random_ids(2, 70)
     cache = _cache(model, LOSSY)
     for part in (ids[:, :50], *ids[:, 50:].split(5, dim=1)):
-        _forward(model, part, cache)
+        forward(model, part, cache)
         assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) > 0
 
 
@@ -198,11 +184,11 @@ def test_model_of_sliding_windows_only_is_left_alone_with_a_warning() -> None:
 @every_tiered_family
 def test_other_caches_are_served_as_before(family: str) -> None:
     """A stock cache and no cache at all, after the model was switched to the tiered attention."""
-    model, ids = _stock(family), _prompt(2, 40)
-    before = _decode(model, ids, 36, DynamicCache(config=model.config)), model(ids).logits
+    model, ids = _stock(family), random_ids(2, 40)
+    before = decode(model, ids, 36, DynamicCache(config=model.config)), model(ids).logits
     cache = _cache(model, PACKED)
     assert is_attached(model.config)
-    after = _decode(model, ids, 36, DynamicCache(config=model.config)), model(ids).logits
+    after = decode(model, ids, 36, DynamicCache(config=model.config)), model(ids).logits
     for ours, stock in zip(after, before, strict=True):
         assert torch.equal(ours, stock)
     assert cache.get_seq_length() == 0

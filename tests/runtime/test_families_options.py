@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
-from fade_runtime.transformers_api import forward_kwargs
 from tests.families import FAMILIES
+from tests.runtime.caches import forward, random_ids
 
 LOSSY: dict[str, Any] = dict(n_sink=2, recent_window=8, int4_budget=12, low_budget=8, reassign_every=8)
 every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def prompt(length: int) -> Tensor:
-    return torch.randint(3, 250, (2, length), generator=torch.Generator().manual_seed(0))
 
 
 def make(model: Any, **options: Any) -> TieredCache:
@@ -27,14 +22,10 @@ def make(model: Any, **options: Any) -> TieredCache:
         return create_tiered_cache(model, FadeConfig(**options))
 
 
-def forward(model: Any, ids: Tensor, cache: TieredCache) -> Tensor:
-    return model(ids, **forward_kwargs(cache, model)).logits
-
-
 @every_family
 @torch.no_grad()
 def test_a_prompt_in_chunks_is_one_prompt(family: str) -> None:
-    model, ids = FAMILIES[family](), prompt(75)
+    model, ids = FAMILIES[family](), random_ids(2, 75)
     whole, chunks = (make(model, **LOSSY, chunked_prefill=True) for _ in range(2))
     forward(model, ids[:, :63], whole)
     for at in (slice(0, 31), slice(31, 40), slice(40, 63)):
@@ -48,7 +39,7 @@ def test_a_prompt_in_chunks_is_one_prompt(family: str) -> None:
 @every_family
 @torch.no_grad()
 def test_a_session_goes_on_exactly(family: str) -> None:
-    model, ids = FAMILIES[family](), prompt(80)
+    model, ids = FAMILIES[family](), random_ids(2, 80)
     cache = make(model, **LOSSY)
     forward(model, ids[:, :50], cache)
     for at in range(50, 60):
@@ -63,7 +54,7 @@ def test_a_session_goes_on_exactly(family: str) -> None:
 @torch.no_grad()
 def test_streaming_positions_are_those_of_the_text_until_something_leaves(family: str) -> None:
     """Keys are quantised before rotation instead of after: no further from the full cache, and no error of position."""
-    model, ids = FAMILIES[family](), prompt(90)
+    model, ids = FAMILIES[family](), random_ids(2, 90)
     kept = dict(LOSSY, int4_budget=None, low_budget=0, middle_k_bits=8, middle_v_bits=8)
     full = make(model, recent_window=500)
     caches = [make(model, **kept, positions=positions) for positions in ("original", "streaming")]

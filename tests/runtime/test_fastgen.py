@@ -28,8 +28,7 @@ from predictor.features import FeatureSpec
 from predictor.nets import TokenMLP
 from predictor.provenance import model_provenance
 from tests.families import FAMILIES
-
-from .test_memory import reachable_bytes
+from tests.runtime.caches import reachable_bytes
 
 PROMPT = 90
 LEVELS = (0.1, 0.2, 0.5, 0.7, 0.95)  # of recovery: on random models each lets another policy win

@@ -14,6 +14,7 @@ from fade_runtime import FadeConfig, FadeError, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.families import FAMILIES
+from tests.runtime.caches import random_ids
 
 SAFE = FadeConfig(n_sink=2, recent_window=8, reassign_every=8)
 CONFIGS = {
@@ -22,10 +23,6 @@ CONFIGS = {
     "statistics": SAFE.with_options(int4_budget=1.0, low_budget=None, guard="warn", spill="host", monitor_every=4),
     "streaming": SAFE.with_options(positions="streaming"),
 }
-
-
-def ids(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def forward(model: Any, cache: Any, tokens: Tensor, **more: Any) -> Any:
@@ -60,7 +57,7 @@ def gradients(model: Any, cache: Any, tokens: Tensor) -> dict[str, Tensor]:
 def test_gradients_are_those_of_the_same_tokens_in_transformers_own_cache(
     config: FadeConfig, family: str, trained: str
 ) -> None:
-    model, prefix, tokens = FAMILIES[family](), ids(2, 60), ids(2, 12, seed=1)
+    model, prefix, tokens = FAMILIES[family](), random_ids(2, 60), random_ids(2, 12, seed=1)
     if config.positions == "streaming" and family == "gpt2":
         pytest.skip("no rotary positions")
     caches = [after(model, create_tiered_cache(model, config), prefix) for _ in range(2)]
@@ -80,7 +77,7 @@ def test_gradients_are_those_of_the_same_tokens_in_transformers_own_cache(
 
 
 def test_gradients_through_several_turns_are_refused_unless_the_turn_was_taken_back(model: Any) -> None:
-    prefix, tokens = ids(1, 60), ids(1, 6, seed=1)
+    prefix, tokens = random_ids(1, 60), random_ids(1, 6, seed=1)
     cache = after(model, create_tiered_cache(model, SAFE.with_options(eviction_policy="position")), prefix)
     model.requires_grad_(True)
     loss = forward(model, cache, tokens, labels=tokens).loss
@@ -97,7 +94,7 @@ def test_gradients_through_several_turns_are_refused_unless_the_turn_was_taken_b
 
 
 def test_under_another_attention_that_reads_all_tokens_gradients_are_the_same(model: Any) -> None:
-    prefix, tokens = ids(1, 60), ids(1, 6, seed=1)
+    prefix, tokens = random_ids(1, 60), random_ids(1, 6, seed=1)
     cache = after(model, create_tiered_cache(model, SAFE), prefix)
     stock = same_tokens(model, cache)
     model.requires_grad_(True).set_attn_implementation("eager")
@@ -109,7 +106,7 @@ def test_under_another_attention_that_reads_all_tokens_gradients_are_the_same(mo
 
 @pytest.mark.parametrize("no_grad", [True, False])
 def test_dropout_is_that_of_transformers_own_cache_or_refused(no_grad: bool) -> None:
-    model, tokens = make_tiny_model(attention_dropout=0.5).train().requires_grad_(True), ids(1, 20)
+    model, tokens = make_tiny_model(attention_dropout=0.5).train().requires_grad_(True), random_ids(1, 20)
     outs = []
     with torch.set_grad_enabled(not no_grad):
         for seed in (0, 1):

@@ -26,31 +26,8 @@ from fade_runtime.storage.spill import Spill
 from fade_runtime.storage.tiers import Tier
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.twin import dense_twin
-
-TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=16, int4_budget=20, reassign_every=16)
-WATCHED: dict[str, Any] = dict(TIGHT, guard="rollback", spill="host", monitor_every=8)
-CALMED: dict[str, Any] = dict(WATCHED, kl_target=100.0, kl_alarm=100.0)  # never fires
-
-
-def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def forward(model: Any, ids: Tensor, cache: Any, **options: Any) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return model(ids, **forward_kwargs(cache, model), **options).logits
-
-
-def quiet(model: Any, config: FadeConfig) -> TieredCache:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return create_tiered_cache(model, config)
-
-
-def evicted(cache: TieredCache) -> int:
-    return cache.memory_report()["tokens"]["EVICTED"]
-
+from tests.runtime.caches import create_quietly, forward_quietly, random_ids
+from tests.runtime.guarded import CALMED, TIGHT, WATCHED, evicted
 
 # -- restoring -------------------------------------------------------------------------------------------------------
 
@@ -73,11 +50,11 @@ def test_after_restoring_logits_are_those_of_a_cache_with_all_tokens(
     """The oracle is transformers' own attention over everything that the cache reads back."""
     twin = dense_twin(model)
     spill = dict(spill="disk", spill_dir=tmp_path) if where == "disk" else {}
-    cache = quiet(model, FadeConfig(**{**CALMED, **options, **spill}))
-    ids = prompt(2, 221)
-    forward(model, ids[:, :180], cache)
+    cache = create_quietly(model, FadeConfig(**{**CALMED, **options, **spill}))
+    ids = random_ids(2, 221)
+    forward_quietly(model, ids[:, :180], cache)
     for at in range(180, 220):
-        forward(model, ids[:, at : at + 1], cache)
+        forward_quietly(model, ids[:, at : at + 1], cache)
     before = evicted(cache)
     everything = DynamicCache(config=model.config)
     for index, layer in enumerate(cache.tiered):
@@ -88,7 +65,7 @@ def test_after_restoring_logits_are_those_of_a_cache_with_all_tokens(
     for index, layer in enumerate(cache.tiered):
         for ours, theirs in zip(layer.materialise(), (everything.layers[index].keys, everything.layers[index].values)):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    ours = forward(model, ids[:, 220:221], cache)
+    ours = forward_quietly(model, ids[:, 220:221], cache)
     theirs = twin(ids[:, 220:221], past_key_values=everything, position_ids=torch.full((2, 1), 220)).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
 
@@ -130,10 +107,10 @@ def test_restored_equals_a_cache_that_never_evicted(low: int) -> None:
 
 
 def test_a_guard_that_does_not_fire_changes_nothing(model: Any) -> None:
-    ids = prompt(1, 300)
-    caches = [quiet(model, FadeConfig(**options)) for options in (TIGHT, CALMED, dict(CALMED, guard="warn"))]
+    ids = random_ids(1, 300)
+    caches = [create_quietly(model, FadeConfig(**options)) for options in (TIGHT, CALMED, dict(CALMED, guard="warn"))]
     for at in [slice(0, 200), *(slice(i, i + 1) for i in range(200, 240)), slice(240, 260), slice(260, 261)]:
-        plain, *guarded = (forward(model, ids[:, at], cache) for cache in caches)
+        plain, *guarded = (forward_quietly(model, ids[:, at], cache) for cache in caches)
         assert all(torch.equal(plain, each) for each in guarded)
     assert caches[1].guard.probes > 0
     assert caches[1].guard.report()["state"] == "compressed"
@@ -144,11 +121,11 @@ def test_a_guard_that_does_not_fire_changes_nothing(model: Any) -> None:
 
 def test_a_failed_forecast_is_caught_before_anything_is_evicted(model: Any) -> None:
     """Peaked random attention does not look at the newest tokens alone, as "position" has it."""
-    cache = quiet(model, FadeConfig(**{**WATCHED, "eviction_policy": "position"}))
-    full = quiet(model, FadeConfig(**{**TIGHT, "int4_budget": None}))
-    ids = prompt(1, 320)
+    cache = create_quietly(model, FadeConfig(**{**WATCHED, "eviction_policy": "position"}))
+    full = create_quietly(model, FadeConfig(**{**TIGHT, "int4_budget": None}))
+    ids = random_ids(1, 320)
     for at in [slice(0, 300), *(slice(i, i + 1) for i in range(300, 320))]:
-        ours, theirs = (forward(model, ids[:, at], each) for each in (cache, full))
+        ours, theirs = (forward_quietly(model, ids[:, at], each) for each in (cache, full))
         torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
     report = cache.monitor.report()
     assert (report["state"], report["raised"], evicted(cache)) == ("full", report["heads"], 0)
@@ -159,7 +136,7 @@ def test_it_says_so_once_and_only_warns_if_told(model: Any) -> None:
     cache = create_tiered_cache(model, FadeConfig(**{**WATCHED, "eviction_policy": "position", "guard": "warn"}))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        model(prompt(1, 300), **forward_kwargs(cache, model))
+        model(random_ids(1, 300), **forward_kwargs(cache, model))
     (one,) = [str(each.message) for each in told if issubclass(each.category, RuntimeWarning)]
     assert one.startswith("after 300 tokens layer 0 looks at evicted tokens more than was forecast (KL ")
     assert cache.monitor.report()["state"] == "compressed"
@@ -170,16 +147,16 @@ def test_it_says_so_once_and_only_warns_if_told(model: Any) -> None:
 def test_a_forecast_that_fails_while_decoding_is_taken_back(model: Any, where: str, tmp_path: Path) -> None:
     """Nothing is wrong at the end of the prompt; then the forecast is turned round, as if the topic had changed."""
     spill = dict(spill=where, **({"spill_dir": tmp_path} if where == "disk" else {}))
-    cache = quiet(model, FadeConfig(**{**WATCHED, "kl_alarm": 100.0, "kl_target": 0.05, **spill}))
-    ids = prompt(1, 400)
-    forward(model, ids[:, :300], cache)
+    cache = create_quietly(model, FadeConfig(**{**WATCHED, "kl_alarm": 100.0, "kl_target": 0.05, **spill}))
+    ids = random_ids(1, 400)
+    forward_quietly(model, ids[:, :300], cache)
     gone = evicted(cache)
     assert gone > 0
     options = cache.config.with_options(kl_alarm=0.1)
     cache.guard.config = options
     steps = 2 * max(options.monitor_every, options.reassign_every if where == "none" else 0)
     for at in range(300, 300 + steps + 1):
-        forward(model, ids[:, at : at + 1], cache)
+        forward_quietly(model, ids[:, at : at + 1], cache)
     report = cache.monitor.report()
     assert report["state"] in ("raised", "full")
     if where == "none":
@@ -192,13 +169,13 @@ def test_a_forecast_that_fails_while_decoding_is_taken_back(model: Any, where: s
 
 def test_a_later_call_of_many_tokens_brings_back_what_was_spilled(model: Any) -> None:
     """Its plan is reviewed and its alarm restores, in the same call, after the plan was carried out."""
-    cache = quiet(model, FadeConfig(**{**WATCHED, "kl_alarm": 100.0}))
-    ids = prompt(1, 400)
-    forward(model, ids[:, :300], cache)
+    cache = create_quietly(model, FadeConfig(**{**WATCHED, "kl_alarm": 100.0}))
+    ids = random_ids(1, 400)
+    forward_quietly(model, ids[:, :300], cache)
     spilled = cache.monitor.report()["spilled"]["tokens"]
     cache.guard.config = cache.config.with_options(kl_alarm=0.1)
-    forward(model, ids[:, 300:360], cache)
-    forward(model, ids[:, 360:361], cache)
+    forward_quietly(model, ids[:, 300:360], cache)
+    forward_quietly(model, ids[:, 360:361], cache)
     report = cache.monitor.report()
     assert report["state"] == "full"
     assert report["restored"] >= spilled > 0
@@ -215,9 +192,9 @@ def probe(*kl: float) -> Probe:
 
 
 def watches(model: Any, **options: Any) -> tuple[TieredCache, list[Watch]]:
-    cache = quiet(model, FadeConfig(**{**CALMED, "kl_target": 0.05, "kl_alarm": 0.1, **options}))
+    cache = create_quietly(model, FadeConfig(**{**CALMED, "kl_target": 0.05, "kl_alarm": 0.1, **options}))
     cache.guard.config = cache.guard.config.with_options(kl_alarm=100.0)  # the prompt's own looks do not count
-    forward(model, prompt(1, 200), cache)
+    forward_quietly(model, random_ids(1, 200), cache)
     cache.guard.config = cache.guard.config.with_options(kl_alarm=0.1)
     for watch in cache.guard.watches:
         watch.kl = [0.0] * 4
@@ -239,7 +216,7 @@ def test_levels_rise_from_head_to_layer_to_cache_and_fall_again(tiny_model: Any)
     assert len(layers[0].tokens.spilled) == 0
     assert second.behind  # a third of all heads: everything, as soon as each layer is called
     assert third.behind
-    forward(model, prompt(1, 1, 1), cache)
+    forward_quietly(model, random_ids(1, 1, 1), cache)
     assert cache.monitor.report()["state"] == "full"
     assert evicted(cache) == 0
     for _ in range(CALM_PROBES + 1):
@@ -247,10 +224,10 @@ def test_levels_rise_from_head_to_layer_to_cache_and_fall_again(tiny_model: Any)
             watch.kl = [0.0] * 4
             watch.follow(layer, probe(0, 0, 0, 0), 1)
     assert cache.monitor.report()["state"] == "compressed"
-    ids = prompt(1, 40, 2)
+    ids = random_ids(1, 40, 2)
     cache.guard.config = cache.guard.config.with_options(kl_alarm=100.0)
     for at in range(40):
-        forward(model, ids[:, at : at + 1], cache)
+        forward_quietly(model, ids[:, at : at + 1], cache)
     assert evicted(cache) > 0  # back to the budget
 
 
@@ -284,13 +261,13 @@ def test_one_bad_step_is_not_enough_two_are(model: Any) -> None:
 
 def test_layers_are_looked_at_in_turn(tiny_model: Any) -> None:
     model = tiny_model("llama", num_hidden_layers=4)
-    cache = quiet(model, FadeConfig(**CALMED))
+    cache = create_quietly(model, FadeConfig(**CALMED))
     events = attach_telemetry(cache, exporter := Recorder()).exporter
-    forward(model, prompt(1, 200), cache)
+    forward_quietly(model, random_ids(1, 200), cache)
     exporter.events.clear()
-    ids = prompt(1, 16, 1)
+    ids = random_ids(1, 16, 1)
     for at in range(16):
-        forward(model, ids[:, at : at + 1], cache)
+        forward_quietly(model, ids[:, at : at + 1], cache)
     looks = [(event.seen, event.layer) for event in events.events if hasattr(event, "recovery")]
     assert sorted(layer for _, layer in looks) == [0, 0, 1, 1, 2, 2, 3, 3]  # each once in monitor_every steps
     assert len({seen for seen, _ in looks}) == 8  # one layer at a time

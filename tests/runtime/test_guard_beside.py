@@ -23,20 +23,19 @@ from fade_runtime import (
 )
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.twin import dense_twin
-
-from .test_guard import CALMED, TIGHT, WATCHED, evicted, forward, prompt, quiet
-from .test_memory import reachable_bytes
+from tests.runtime.caches import create_quietly, forward_quietly, random_ids, reachable_bytes
+from tests.runtime.guarded import CALMED, TIGHT, WATCHED, evicted
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_a_session_takes_spilled_tokens_along(model: Any, where: str, tmp_path: Path) -> None:
     spill = dict(spill="disk", spill_dir=tmp_path / "spill") if where == "disk" else {}
     config = FadeConfig(**{**CALMED, **spill})
-    cache = quiet(model, config)
-    ids = prompt(2, 280)
-    forward(model, ids[:, :200], cache)
+    cache = create_quietly(model, config)
+    ids = random_ids(2, 280)
+    forward_quietly(model, ids[:, :200], cache)
     for at in range(200, 240):
-        forward(model, ids[:, at : at + 1], cache)
+        forward_quietly(model, ids[:, at : at + 1], cache)
     cache.save_session(tmp_path / "session")
     other = load_session(model, tmp_path / "session", **({"spill_dir": tmp_path / "other"} if spill else {}))
     assert other.monitor.report()["kl_by_layer"] == cache.monitor.report()["kl_by_layer"]
@@ -44,24 +43,24 @@ def test_a_session_takes_spilled_tokens_along(model: Any, where: str, tmp_path: 
     for each in (cache, other):
         each.tiered[0].tokens.restore()
     for at in range(240, 280):
-        assert torch.equal(*(forward(model, ids[:, at : at + 1], each) for each in (cache, other)))
+        assert torch.equal(*(forward_quietly(model, ids[:, at : at + 1], each) for each in (cache, other)))
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_beams_copies_and_resets(model: Any, where: str, tmp_path: Path) -> None:
     spill = dict(spill="disk", spill_dir=tmp_path) if where == "disk" else {}
-    cache = quiet(model, FadeConfig(**{**CALMED, **spill}))
-    ids = prompt(3, 200)
-    forward(model, ids, cache)
-    alone = quiet(model, FadeConfig(**CALMED))
-    forward(model, ids[2:], alone)
+    cache = create_quietly(model, FadeConfig(**{**CALMED, **spill}))
+    ids = random_ids(3, 200)
+    forward_quietly(model, ids, cache)
+    alone = create_quietly(model, FadeConfig(**CALMED))
+    forward_quietly(model, ids[2:], alone)
     copied = copy.deepcopy(cache)
     cache.reorder_cache(torch.tensor([2, 0, 2]))
     for each in (cache, alone):
         for layer in each.tiered:
             layer.tokens.restore()
-    step = prompt(1, 1, 5)
-    ours, theirs = forward(model, step.expand(3, -1), cache), forward(model, step, alone)
+    step = random_ids(1, 1, 5)
+    ours, theirs = forward_quietly(model, step.expand(3, -1), cache), forward_quietly(model, step, alone)
     torch.testing.assert_close(ours[[0, 2]], theirs.expand(2, -1, -1), atol=2e-5 * float(theirs.abs().max()), rtol=1e-4)
     assert copied.monitor.report()["spilled"]["where"] == where
     assert sum(len(layer.tokens.spilled) for layer in copied.tiered) > 0
@@ -69,31 +68,31 @@ def test_beams_copies_and_resets(model: Any, where: str, tmp_path: Path) -> None
     cache.reset()
     assert cache.monitor.report()["state"] == "compressed"
     del copied
-    forward(model, ids, cache)
+    forward_quietly(model, ids, cache)
     assert evicted(cache) > 0
 
 
 def test_bytes_are_those_that_can_be_reached(model: Any, tmp_path: Path) -> None:
-    ids = prompt(2, 260)
+    ids = random_ids(2, 260)
     sizes = {}
     for name, spill in {
         "none": dict(guard="off", spill="none"),
         "host": {},
         "disk": dict(spill="disk", spill_dir=tmp_path),
     }.items():
-        cache = quiet(model, FadeConfig(**{**CALMED, **spill}))
-        forward(model, ids[:, :200], cache)
+        cache = create_quietly(model, FadeConfig(**{**CALMED, **spill}))
+        forward_quietly(model, ids[:, :200], cache)
         for at in range(200, 220):
-            forward(model, ids[:, at : at + 1], cache)
+            forward_quietly(model, ids[:, at : at + 1], cache)
         sizes[name] = cache.memory_report()["resident_bytes"]
         assert sizes[name] == reachable_bytes(cache)
     assert sizes["none"] == sizes["disk"] < sizes["host"]  # host memory is this device's memory
 
 
 def test_a_disk_that_fails_in_the_middle_ends_eviction_and_nothing_else(model: Any, tmp_path: Path) -> None:
-    cache = quiet(model, FadeConfig(**{**CALMED, "spill": "disk", "spill_dir": tmp_path}))
-    ids = prompt(1, 300)
-    forward(model, ids[:, :200], cache)
+    cache = create_quietly(model, FadeConfig(**{**CALMED, "spill": "disk", "spill_dir": tmp_path}))
+    ids = random_ids(1, 300)
+    forward_quietly(model, ids[:, :200], cache)
     gone = evicted(cache)
     shutil.rmtree(cache.guard.spill.folder)
     with warnings.catch_warnings(record=True) as told:
@@ -107,19 +106,19 @@ def test_a_disk_that_fails_in_the_middle_ends_eviction_and_nothing_else(model: A
 
 
 def test_compression_off_is_the_full_cache(model: Any) -> None:
-    ids = prompt(1, 300)
+    ids = random_ids(1, 300)
     cache = create_tiered_cache(model, FadeConfig(**TIGHT, compression="off"))
     stock, twin = DynamicCache(config=model.config), dense_twin(model)
     for at in [slice(0, 200), *(slice(i, i + 1) for i in range(200, 240))]:
-        ours = forward(model, ids[:, at], cache)
+        ours = forward_quietly(model, ids[:, at], cache)
         torch.testing.assert_close(ours, twin(ids[:, at], past_key_values=stock).logits, atol=1e-5, rtol=1e-5)
     assert cache.memory_report()["compression"] < 1.01
 
 
 def test_telemetry_tells_of_looks(model: Any, tmp_path: Path) -> None:
-    cache = quiet(model, FadeConfig(**{**WATCHED, "eviction_policy": "position"}))
+    cache = create_quietly(model, FadeConfig(**{**WATCHED, "eviction_policy": "position"}))
     attach_telemetry(cache, JsonlExporter(tmp_path / "events.jsonl"))
-    forward(model, prompt(1, 200), cache)
+    forward_quietly(model, random_ids(1, 200), cache)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     looks = [event for event in events if event["event"] == "guard"]
     assert {event["event"] for event in events} == {"guard", "reassignment"}

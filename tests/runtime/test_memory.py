@@ -1,43 +1,15 @@
 """Bytes are what is reachable, and they fall."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import DynamicCache
 
-from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
+from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
-
-
-def reachable(root: Any) -> Iterator[Tensor]:
-    """Every tensor that can be reached from an object by attributes, items and closures (not by weak references)."""
-    seen: set[int] = set()
-    todo = [root]
-    while todo:
-        thing = todo.pop()
-        if id(thing) in seen or isinstance(thing, (str, bytes, int, float, type, torch.dtype, torch.device)):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            yield thing
-        elif isinstance(thing, dict):
-            todo += [*thing.keys(), *thing.values()]
-        elif isinstance(thing, (list, tuple, set)):
-            todo += list(thing)
-        elif isinstance(thing, nn.Module):
-            todo += [*thing.parameters(), *thing.buffers(), *vars(thing).values()]
-        elif callable(thing) and getattr(thing, "__closure__", None):
-            todo += [cell.cell_contents for cell in thing.__closure__]
-        if hasattr(thing, "__dict__") and not isinstance(thing, Tensor):
-            todo += list(vars(thing).values())
-
-
-def reachable_bytes(cache: TieredCache) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(cache)}
-    return sum(storages.values())
+from tests.runtime.caches import reachable_bytes
 
 
 @pytest.mark.parametrize("policy", ["position", "h2o", "ema"])

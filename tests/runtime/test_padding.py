@@ -13,41 +13,14 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
-from tests.conftest import make_tiny_model, make_tiny_tokenizer
-
-from .test_policy import _bundle
-from .test_session import make_codebook
+from tests.conftest import make_tiny_model
+from tests.runtime.caches import save_bundle
+from tests.runtime.kinds import KINDS, TIGHT, config_of, tokens
 
 PAD = 257
-TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=10, int4_budget=14, low_budget=8, reassign_every=6, page_tokens=9)
-KINDS: dict[str, dict[str, Any]] = {
-    "int4": dict(n_sink=2, recent_window=10, reassign_every=6),
-    "position": dict(TIGHT, eviction_policy="position"),
-    "h2o": TIGHT,
-    "ema": dict(TIGHT, eviction_policy="ema"),
-    "adaptive": dict(TIGHT, eviction_policy="adaptive"),
-    "learned": dict(TIGHT, eviction_policy="learned"),
-    "fastgen": dict(TIGHT, eviction_policy="fastgen", recover=0.7),
-    "streaming": dict(TIGHT, positions="streaming"),
-    "pq": dict(TIGHT, low_tier="pq"),
-    "chunked": dict(TIGHT, chunked_prefill=True),
-}
+
+
 TURNS = [(61, 20), (3, 40), (17, 1)]  # tokens of both rows in each turn
-
-
-def config_of(kind: str, model: Any, folder: Path) -> FadeConfig:
-    options = dict(KINDS[kind])
-    if kind == "learned":
-        options["predictor"] = str(_bundle(folder, model))
-    if kind == "fastgen":
-        options["tokenizer"] = make_tiny_tokenizer()
-    if kind == "pq":
-        options["codebook"] = make_codebook(model)
-    return FadeConfig(**options)
-
-
-def tokens(length: int, seed: int) -> Tensor:
-    return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def padded(rows: list[Tensor], side: str, rng: random.Random) -> tuple[Tensor, Tensor]:
@@ -192,7 +165,7 @@ def test_keys_stored_plain_are_read_at_the_ids_that_came(kind: str, ids: str, tm
 def test_random_caches_and_batches_end_as_their_rows_alone(tmp_path: Path) -> None:
     """Five hundred of them."""
     model = make_tiny_model(num_hidden_layers=1)
-    bundle = str(_bundle(tmp_path, model))
+    bundle = str(save_bundle(tmp_path, model))
     for seed in range(500):
         rng = random.Random(seed)
         kind = rng.choice([name for name in KINDS if name not in ("pq", "fastgen")])

@@ -18,26 +18,9 @@ from predictor.features import FeatureSpec, prefill_features
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import model_provenance
 from predictor.rope import find_rotary
-
-from .test_memory import reachable_bytes
+from tests.runtime.caches import decode, random_ids, reachable_bytes, save_bundle
 
 PROMPT, STEPS = 90, 13
-
-
-def _ids(batch: int, length: int) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(5))
-
-
-def _feed(model: Any, ids: Tensor, cache: Any, prompt: int = PROMPT) -> None:
-    model(ids[:, :prompt], **forward_kwargs(cache, model))
-    for step in range(prompt, ids.shape[1]):
-        model(ids[:, step : step + 1], **forward_kwargs(cache, model))
-
-
-def _bundle(path: Path, model: Any, net: Any = None, budgets: HeadBudgets | None = None) -> Path:
-    return Predictor(net or TokenMLP(), spec=FeatureSpec(window=16, block=4, horizon=32), metrics={}, manifest={},
-        provenance=model_provenance(model), budgets=budgets,
-    ).save(path / "bundle")  # fmt: skip
 
 
 def _eager_attention(model: Any, ids: Tensor) -> list[Tensor]:
@@ -50,9 +33,9 @@ def _eager_attention(model: Any, ids: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("policy", ["h2o", "ema"])
 def test_state_equals_stock_attention_summed_up(model: Any, policy: str) -> None:
     """All tokens in full precision, so the numbers must be those of the eager implementation on one long forward."""
-    ids = _ids(2, PROMPT + STEPS)
+    ids = random_ids(2, PROMPT + STEPS, seed=5)
     cache = create_tiered_cache(model, FadeConfig(recent_window=500, int4_budget=9, eviction_policy=policy))
-    _feed(model, ids, cache)
+    decode(model, ids, PROMPT, cache)
     for layer, rows in zip(cache.tiered, _eager_attention(model, ids)):
         if policy == "h2o":
             expected = rows.sum(2)
@@ -72,15 +55,15 @@ def _kept(cache: TieredCache, layer: int = 0) -> list[Tensor]:
 def test_position_keeps_the_newest(model: Any) -> None:
     config = FadeConfig(n_sink=2, recent_window=8, int4_budget=10, eviction_policy="position")
     cache = create_tiered_cache(model, config)
-    _feed(model, _ids(1, PROMPT), cache)
+    decode(model, random_ids(1, PROMPT, seed=5), PROMPT, cache)
     assert all(slots.tolist() == list(range(72, 82)) for slots in _kept(cache))
 
 
 @pytest.mark.parametrize("policy", ["h2o", "ema", "learned"])
 def test_prompt_eviction_keeps_the_best_scored_of_each_head(model: Any, policy: str, tmp_path: Path) -> None:
     """Scores by brute force from eager attention (the untrained network: from the featuriser); heads differ."""
-    ids = _ids(1, PROMPT)
-    predictor = _bundle(tmp_path, model) if policy == "learned" else None
+    ids = random_ids(1, PROMPT, seed=5)
+    predictor = save_bundle(tmp_path, model) if policy == "learned" else None
     config = FadeConfig(n_sink=2, recent_window=8, int4_budget=0.25, eviction_policy=policy, predictor=predictor)
     cache = create_tiered_cache(model, config)
     captured = _capture(model, cache, ids)
@@ -122,14 +105,14 @@ def _capture(model: Any, cache: TieredCache, ids: Tensor) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("policy", ["h2o", "ema", "learned"])
 def test_tokens_that_came_after_the_prompt_are_scored_too(model: Any, policy: str, tmp_path: Path) -> None:
     """A later reassignment must not drop the newest middle tokens for want of a prompt score."""
-    predictor = _bundle(tmp_path, model) if policy == "learned" else None
+    predictor = save_bundle(tmp_path, model) if policy == "learned" else None
     cache = create_tiered_cache(
         model,
         FadeConfig(
             n_sink=2, recent_window=8, int4_budget=24, eviction_policy=policy, predictor=predictor, reassign_every=8
         ),
     )
-    _feed(model, _ids(1, 200), cache, prompt=60)
+    decode(model, random_ids(1, 200, seed=5), 60, cache)
     young = sum(int((slots >= 60).sum()) for slots in _kept(cache))
     assert young >= 6  # of 48, where 80 % of the candidates are young
     assert sum(len(slots) for slots in _kept(cache)) == 48
@@ -137,9 +120,9 @@ def test_tokens_that_came_after_the_prompt_are_scored_too(model: Any, policy: st
 
 @pytest.mark.parametrize("net", [TokenMLP(), BlockCNN(window=16, block=4)], ids=["mlp", "cnn"])
 def test_learned_row_of_a_padded_batch_equals_its_unbatched_run(model: Any, net: Any, tmp_path: Path) -> None:
-    bundle = _bundle(tmp_path, model, net)
+    bundle = save_bundle(tmp_path, model, net)
     config = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, eviction_policy="learned", predictor=bundle)
-    short, long = _ids(1, 53), _ids(1, 80)
+    short, long = random_ids(1, 53, seed=5), random_ids(1, 80, seed=5)
     ids = torch.cat((torch.nn.functional.pad(short, (27, 0), value=257), long))
     mask = (ids != 257).long()
     batched = create_tiered_cache(model, config)
@@ -160,11 +143,11 @@ def test_scores_of_any_scale_rank_alike(model: Any, tmp_path: Path) -> None:
         torch.nn.init.normal_(net.head.weight)
         forward = net.forward
         net.forward = lambda *given, forward=forward, factor=factor: factor * forward(*given)  # type: ignore[method-assign]
-        loaded = load_bundle(_bundle(tmp_path / name, model))
+        loaded = load_bundle(save_bundle(tmp_path / name, model))
         loaded.net = net
         config = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, eviction_policy="learned", predictor=loaded)
         cache = create_tiered_cache(model, config)
-        model(_ids(1, PROMPT), **forward_kwargs(cache, model))
+        model(random_ids(1, PROMPT, seed=5), **forward_kwargs(cache, model))
         kept.append([slots.tolist() for slots in _kept(cache)])
     assert kept[0] == kept[1]
 
@@ -174,11 +157,11 @@ def test_heads_keep_what_their_budgets_say_and_memory_follows(model: Any, tmp_pa
     """Layer 0: the first head needs all, the second nothing; layer 1: both the same."""
     all_of_it, nothing, middling = [1.0, 0.9, 0.0], [0.0, 0.0, 0.0], [0.2, 0.1, 0.0]
     budgets = HeadBudgets(torch.tensor([[all_of_it, nothing], [middling, middling]]), fractions=(0.0, 0.5, 1.0))
-    bundle = _bundle(tmp_path, model, budgets=budgets)
+    bundle = save_bundle(tmp_path, model, budgets=budgets)
     config = FadeConfig(n_sink=2, recent_window=8, int4_budget=0.25, eviction_policy="learned", predictor=bundle)
     cache = create_tiered_cache(model, config)
     uniform = create_tiered_cache(model, config.with_options(head_budgets=False))
-    ids = _ids(1, 100)
+    ids = random_ids(1, 100, seed=5)
     mask = torch.ones_like(ids)
     if padded:
         ids, mask = (torch.cat((torch.full_like(t[:, :30], v), t), 1) for t, v in ((ids, 257), (mask, 0)))
@@ -198,7 +181,7 @@ def test_heads_keep_what_their_budgets_say_and_memory_follows(model: Any, tmp_pa
 
 
 def test_predictor_of_another_model_is_refused(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
-    bundle = _bundle(tmp_path, tiny_model(seed=0))
+    bundle = save_bundle(tmp_path, tiny_model(seed=0))
     other = tiny_model(seed=1)
     with pytest.raises(FadeError, match="was made for another model: weights"):
         create_tiered_cache(other, FadeConfig.balanced(predictor=bundle))
@@ -220,7 +203,7 @@ def test_budgets_that_miss_a_layer_or_head_are_refused_when_the_cache_is_made(
             create_tiered_cache(model, config)
         assert model.config._attn_implementation != "fade"  # refused before anything was changed
     config = FadeConfig(int4_budget=0.5, eviction_policy="learned", predictor=predictor, head_budgets=False)
-    _feed(model, _ids(1, PROMPT + STEPS), create_tiered_cache(model, config))
+    decode(model, random_ids(1, PROMPT + STEPS, seed=5), PROMPT, create_tiered_cache(model, config))
 
 
 def test_presets_choose_the_predictor_when_there_is_one(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from transformers import DynamicCache
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.layer.positions import contiguous
 from fade_runtime.transformers_api import forward_kwargs
-
-from .test_memory import reachable_bytes
+from tests.runtime.caches import random_ids, reachable_bytes
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -26,10 +25,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _ids(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 def _feed(model: Any, ids: Tensor, cache: Any, prompt: int, **options: Any) -> Tensor:
     """Logits [B, 1 + steps, V] of the prompt's last token and of what follows, one token at a time."""
     out = [model(ids[:, :prompt], **forward_kwargs(cache, model), **options).logits[:, -1:]]
@@ -40,7 +35,7 @@ def _feed(model: Any, ids: Tensor, cache: Any, prompt: int, **options: Any) -> T
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_nothing_to_compress_equals_stock(tiny_model: Callable[..., Any], scheme: str) -> None:
     model = tiny_model(rope_parameters={"rope_theta": 10_000.0, **SCHEMES[scheme]})
-    ids = _ids(2, 50)
+    ids = random_ids(2, 50)
     expected = _feed(model, ids, DynamicCache(config=model.config), 40)
     got = _feed(model, ids, create_tiered_cache(model, FadeConfig(positions="streaming", recent_window=500)), 40)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -57,7 +52,7 @@ def test_evicted_text_is_as_if_it_had_never_been_there(
         positions="streaming", n_sink=3, recent_window=16, int4_budget=budget, eviction_policy="position",
         middle_k_bits=8, middle_v_bits=8, low_v_bits=4, reassign_every=1,
     )  # fmt: skip
-    ids = _ids(1, 120)
+    ids = random_ids(1, 120)
     given = torch.nn.functional.pad(ids, (pad, 0), value=257)
     cache = create_tiered_cache(model, config)
     mask, positions = (given != 257).long(), (torch.arange(pad + 100) - pad).clamp(min=0)[None]
@@ -77,7 +72,7 @@ def test_evicted_text_is_as_if_it_had_never_been_there(
 def test_original_positions_are_another_thing(tiny_model: Callable[..., Any]) -> None:
     """Guards the test above: positions of the text give other logits."""
     model = tiny_model(num_hidden_layers=1)
-    ids = _ids(1, 101)
+    ids = random_ids(1, 101)
     options = {"n_sink": 3, "recent_window": 16, "int4_budget": 0, "eviction_policy": "position"}
     cache = create_tiered_cache(model, FadeConfig(**options))
     logits = _feed(model, ids, cache, 100)[0, -1]
@@ -91,10 +86,10 @@ def test_generation_runs_past_the_trained_context(tiny_model: Callable[..., Any]
     model = tiny_model(num_hidden_layers=1, max_position_embeddings=64, rope_parameters=rope)
     config = FadeConfig(positions="streaming", recent_window=16, int4_budget=16, low_budget=8, reassign_every=16)
     cache = create_tiered_cache(model, config)
-    model(_ids(1, 60), **forward_kwargs(cache, model))
+    model(random_ids(1, 60), **forward_kwargs(cache, model))
     sizes = []
     for step in range(4 * 64):
-        logits = model(_ids(1, 1, step), **forward_kwargs(cache, model)).logits
+        logits = model(random_ids(1, 1, step), **forward_kwargs(cache, model)).logits
         assert bool(logits.isfinite().all())
         sizes.append(cache.memory_report()["resident_bytes"])
     assert cache.get_seq_length() == 60 + 256
@@ -112,7 +107,7 @@ def test_left_padded_row_equals_its_unbatched_run(tiny_model: Callable[..., Any]
         positions="streaming", n_sink=2, recent_window=8, int4_budget=12, low_budget=6, eviction_policy=policy,
         reassign_every=1,
     )  # fmt: skip
-    short, long = _ids(1, 33, 1), _ids(1, 60, 2)
+    short, long = random_ids(1, 33, 1), random_ids(1, 60, 2)
     ids = torch.cat((torch.nn.functional.pad(short, (27, 0), value=257), long))
     options = {"max_new_tokens": 12, "do_sample": False}
     both = model.generate(
@@ -126,7 +121,7 @@ def test_left_padded_row_equals_its_unbatched_run(tiny_model: Callable[..., Any]
 def test_foreign_attention_reads_streaming_keys_at_their_places(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model()
     config = FadeConfig(positions="streaming", n_sink=2, recent_window=8)
-    ids = _ids(2, 80)
+    ids = random_ids(2, 80)
     expected = _feed(model, ids, create_tiered_cache(model, config), 70)
     cache = create_tiered_cache(model, config)
     model.set_attn_implementation("eager")

@@ -14,20 +14,11 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
 from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
-from fade_runtime.transformers_api import forward_kwargs
 from predictor.provenance import model_provenance
 from tests.conftest import make_tiny_model
-from tests.runtime.test_memory import reachable_bytes
+from tests.runtime.caches import forward, random_ids, reachable_bytes
 
 SINK, WINDOW = 2, 8
-
-
-def _prompt(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def _forward(model: Any, ids: Tensor, cache: Any, **options: Any) -> Tensor:
-    return model(ids, **forward_kwargs(cache, model), **options).logits
 
 
 def _turned(model: Any, key: Tensor, sign: int) -> Tensor:
@@ -45,7 +36,7 @@ def model() -> Any:
 def book(model: Any) -> CodebookSet:
     """Codebooks of keys and values of one text, coarse enough that a wrong code is seen."""
     stock = DynamicCache(config=model.config)
-    _forward(model, _prompt(1, 400, seed=9), stock)
+    forward(model, random_ids(1, 400, seed=9), stock)
     layers = []
     for layer in stock.layers:
         plain = _turned(model, layer.keys, -1)
@@ -66,15 +57,15 @@ def _config(book: CodebookSet | str, **options: Any) -> FadeConfig:
 
 
 def test_with_everything_in_pq_attention_is_dense_attention_over_decoded_keys(model: Any, book: CodebookSet) -> None:
-    ids, length = _prompt(1, 100), 90
+    ids, length = random_ids(1, 100), 90
     cache = create_tiered_cache(model, _config(book, int4_budget=0, low_budget=None))
-    _forward(model, ids[:, :length], cache)
-    ours = _forward(model, ids[:, length : length + 1], cache)
+    forward(model, ids[:, :length], cache)
+    ours = forward(model, ids[:, length : length + 1], cache)
     assert cache.memory_report()["tokens"]["PQ"] == 2 * 2 * (length - SINK - WINDOW)
 
     stock = DynamicCache(config=model.config)
-    _forward(model, ids[:, :length], stock)
-    exact = _forward(model, ids[:, length : length + 1], stock)
+    forward(model, ids[:, :length], stock)
+    exact = forward(model, ids[:, length : length + 1], stock)
     stock.crop(-1)
     body = slice(SINK, length - WINDOW)
     for layer, codes in zip(stock.layers, book.layers):
@@ -83,16 +74,16 @@ def test_with_everything_in_pq_attention_is_dense_attention_over_decoded_keys(mo
         plain[:, :, body] = codes.key.decode(codes.key.encode(plain[:, :, body]))
         layer.keys = _turned(model, plain, 1)
         layer.values[:, :, body] = codes.value.decode(codes.value.encode(layer.values[:, :, body]))
-    expected = _forward(model, ids[:, length : length + 1], stock)
+    expected = forward(model, ids[:, length : length + 1], stock)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
     assert float((ours - exact).abs().max()) > 0.01  # what is coded is not the same
 
 
 def test_with_a_centroid_for_each_token_nothing_is_lost(model: Any) -> None:
     """So HIGH and PQ are read at the right places side by side: the mix is nearer to stock than the high tier alone."""
-    ids, length = _prompt(1, 100), 90
+    ids, length = random_ids(1, 100), 90
     stock = DynamicCache(config=model.config)
-    _forward(model, ids[:, :length], stock)
+    forward(model, ids[:, :length], stock)
     layers = [
         LayerCodebook(PQCodebook(_turned(model, layer.keys, -1)[0].half().flatten(0, 1)[None]),
                       PQCodebook(layer.values[0].half().flatten(0, 1)[None]))
@@ -100,7 +91,7 @@ def test_with_a_centroid_for_each_token_nothing_is_lost(model: Any) -> None:
     ]  # fmt: skip
     exact = CodebookSet(layers, model_provenance(model))
     step = ids[:, length : length + 1]
-    expected = _forward(model, step, stock)
+    expected = forward(model, step, stock)
     errors = {}
     for name, config in (
         ("pq", _config(exact, int4_budget=0, low_budget=None)),
@@ -108,8 +99,8 @@ def test_with_a_centroid_for_each_token_nothing_is_lost(model: Any) -> None:
         ("int4", FadeConfig(n_sink=SINK, recent_window=WINDOW)),
     ):
         cache = create_tiered_cache(model, config.with_options(page_tokens=64))
-        _forward(model, ids[:, :length], cache)
-        errors[name] = float((_forward(model, step, cache) - expected).norm() / expected.norm())
+        forward(model, ids[:, :length], cache)
+        errors[name] = float((forward(model, step, cache) - expected).norm() / expected.norm())
     assert errors["pq"] < 2e-3
     assert errors["pq"] < errors["both"] < 0.9 * errors["int4"]
 
@@ -117,13 +108,13 @@ def test_with_a_centroid_for_each_token_nothing_is_lost(model: Any) -> None:
 @pytest.mark.parametrize("policy", ["position", "h2o", "ema"])
 def test_policies_fill_the_pq_tier(model: Any, book: CodebookSet, policy: str) -> None:
     cache = create_tiered_cache(model, _config(book, eviction_policy=policy))
-    ids = _prompt(1, 160)
-    _forward(model, ids[:, :120], cache)
+    ids = random_ids(1, 160)
+    forward(model, ids[:, :120], cache)
     rows = 2 * 2  # layers x kv heads
     expected = {"FP16": SINK + WINDOW, "HIGH": 20, "LOW": 0, "PQ": 30, "EVICTED": 120 - SINK - WINDOW - 50}
     assert cache.memory_report()["tokens"] == {tier: rows * count for tier, count in expected.items()}
     for at in range(120, 160):  # tokens of the high tier are demoted by the code that they carry
-        assert bool(_forward(model, ids[:, at : at + 1], cache).isfinite().all())
+        assert bool(forward(model, ids[:, at : at + 1], cache).isfinite().all())
     report = cache.memory_report()
     assert (report["tokens"]["HIGH"], report["tokens"]["PQ"]) == (rows * 20, rows * 30)
     assert report["tiers"]["codebook"] == sum(tensor.nbytes for tensor in book.tensors())
@@ -133,11 +124,11 @@ def test_policies_fill_the_pq_tier(model: Any, book: CodebookSet, policy: str) -
 
 @pytest.mark.parametrize("positions", ["original", "streaming"])
 def test_report_equals_reachable_bytes(model: Any, book: CodebookSet, positions: str) -> None:
-    cache, ids = create_tiered_cache(model, _config(book, positions=positions)), _prompt(2, 160)
+    cache, ids = create_tiered_cache(model, _config(book, positions=positions)), random_ids(2, 160)
     codebook = sum(tensor.nbytes for tensor in book.tensors())
     assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) == codebook
     for part in (ids[:, :120], *ids[:, 120:].split(1, dim=1)):
-        _forward(model, part, cache)
+        forward(model, part, cache)
     assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache) > codebook
     cache.reorder_cache(torch.tensor([1, 1]))
     assert cache.memory_report()["resident_bytes"] == reachable_bytes(cache)
@@ -147,17 +138,17 @@ def test_report_equals_reachable_bytes(model: Any, book: CodebookSet, positions:
 
 def test_a_demoted_token_has_the_code_of_its_exact_key(model: Any, book: CodebookSet) -> None:
     """A token that passes through the high tier decodes to the same as one that goes to PQ at once."""
-    ids = _prompt(1, 120)
+    ids = random_ids(1, 120)
     slow = create_tiered_cache(model, _config(book, int4_budget=40, low_budget=200, eviction_policy="position"))
-    _forward(model, ids[:, :80], slow)
+    forward(model, ids[:, :80], slow)
     first = slow.layers[0].store.packed.slots()
     for at in range(80, 120):
-        _forward(model, ids[:, at : at + 1], slow)
+        forward(model, ids[:, at : at + 1], slow)
     demoted = slow.layers[0].store.pq
     assert set(demoted.slots().tolist()) & set(first.tolist())
 
     stock = DynamicCache(config=model.config)
-    _forward(model, ids, stock)
+    forward(model, ids, stock)
     plain, codes = _turned(model, stock.layers[0].keys, -1)[0], book.layers[0]
     assert codes is not None
     true = plain[demoted.token_row(), demoted.slots()]  # the first layer's keys do not depend on the cache
@@ -167,7 +158,7 @@ def test_a_demoted_token_has_the_code_of_its_exact_key(model: Any, book: Codeboo
 @pytest.mark.parametrize("lengths", [(61, 40), (61, 5)], ids=str)
 def test_left_padded_row_equals_its_unbatched_run(model: Any, book: CodebookSet, lengths: tuple[int, int]) -> None:
     config = _config(book, int4_budget=6, low_budget=20, reassign_every=1)
-    prompts = [_prompt(1, n, i) for i, n in enumerate(lengths)]
+    prompts = [random_ids(1, n, i) for i, n in enumerate(lengths)]
     width = max(lengths)
     ids = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0), value=257) for p in prompts])
     options = {
@@ -193,24 +184,24 @@ def test_left_padded_row_equals_its_unbatched_run(model: Any, book: CodebookSet,
 
 
 def test_reordering_moves_whole_rows(model: Any, book: CodebookSet) -> None:
-    ids, order = _prompt(3, 90), torch.tensor([2, 0, 0])
+    ids, order = random_ids(3, 90), torch.tensor([2, 0, 0])
     cache, swapped = (create_tiered_cache(model, _config(book)) for _ in range(2))
-    _forward(model, ids, cache)
-    _forward(model, ids[order], swapped)
+    forward(model, ids, cache)
+    forward(model, ids[order], swapped)
     cache.reorder_cache(order)
     step = torch.tensor([[5], [6], [7]])
-    ours, expected = _forward(model, step, cache), _forward(model, step, swapped)
+    ours, expected = forward(model, step, cache), forward(model, step, swapped)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_streaming_positions_read_the_pq_tier(model: Any, book: CodebookSet) -> None:
     """Nothing was evicted yet: contiguous positions are those of the text."""
-    ids = _prompt(1, 90)
+    ids = random_ids(1, 90)
     logits = []
     for positions in ("original", "streaming"):
         cache = create_tiered_cache(model, _config(book, low_budget=200, positions=positions))
-        _forward(model, ids, cache)
-        logits.append(_forward(model, torch.tensor([[5]]), cache))
+        forward(model, ids, cache)
+        logits.append(forward(model, torch.tensor([[5]]), cache))
         assert cache.memory_report()["tokens"]["PQ"] > 0
     torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
 
@@ -219,7 +210,7 @@ def test_beam_search_runs(model: Any, book: CodebookSet) -> None:
     cache = create_tiered_cache(model, _config(book))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        out = model.generate(_prompt(2, 90), past_key_values=cache, num_beams=3, max_new_tokens=12, do_sample=False)
+        out = model.generate(random_ids(2, 90), past_key_values=cache, num_beams=3, max_new_tokens=12, do_sample=False)
     assert out.shape == (2, 102)
     assert cache.memory_report()["tokens"]["PQ"] == 2 * 2 * 2 * 3 * 30
 
@@ -227,7 +218,7 @@ def test_beam_search_runs(model: Any, book: CodebookSet) -> None:
 def test_a_directory_will_do_and_the_wrong_one_is_refused(model: Any, book: CodebookSet, tmp_path: Path) -> None:
     path = str(book.save(tmp_path / "book"))
     cache = create_tiered_cache(model, _config(path))
-    _forward(model, _prompt(1, 90), cache)
+    forward(model, random_ids(1, 90), cache)
     assert cache.memory_report()["tokens"]["PQ"] > 0
     with pytest.raises(FadeError, match="is for head dim 16, the model has 32; train one for this model"):
         create_tiered_cache(make_tiny_model(head_dim=32), _config(path))

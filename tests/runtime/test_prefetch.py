@@ -16,15 +16,12 @@ from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.guard.prefetch import fetch, needed
 from fade_runtime.storage.spillfiles import SpillFolder
 from fade_runtime.transformers_api import forward_kwargs
+from tests.runtime.caches import random_ids
 
 OPTIONS: dict[str, Any] = dict(
     n_sink=2, recent_window=16, int4_budget=30, reassign_every=16, eviction_policy="ema", guard="warn", spill="host",
     monitor_every=8, kl_alarm=1e9,
 )  # fmt: skip
-
-
-def prompt(length: int) -> Tensor:
-    return torch.randint(3, 250, (2, length), generator=torch.Generator().manual_seed(0))
 
 
 def decode(model: Any, cache: TieredCache, ids: Tensor, first: int) -> None:
@@ -62,7 +59,7 @@ def test_needed_against_a_loop(length: int, block: int, most: int) -> None:
 def test_tokens_come_back_and_the_budget_holds(model: Any, policy: str, where: str, tmp_path: Path) -> None:
     spill = dict(spill="disk", spill_dir=tmp_path) if where == "disk" else {}
     cache = create_tiered_cache(model, FadeConfig(**{**OPTIONS, **spill, "eviction_policy": policy}, prefetch=True))
-    decode(model, cache, prompt(260), 200)
+    decode(model, cache, random_ids(2, 260), 200)
     report = cache.monitor.report()
     assert report["fetched"] > 0
     tokens = cache.memory_report()["tokens"]
@@ -73,7 +70,7 @@ def test_tokens_come_back_and_the_budget_holds(model: Any, policy: str, where: s
 
 def test_what_comes_back_is_what_left_with_its_attention_as_statistic(model: Any) -> None:
     cache = create_tiered_cache(model, FadeConfig(**OPTIONS))
-    decode(model, cache, prompt(220), 200)
+    decode(model, cache, random_ids(2, 220), 200)
     layer = cache.tiered[0]
     before = layer.materialise()
     attention = torch.rand(4, layer.seen, generator=torch.Generator().manual_seed(1))
@@ -96,7 +93,7 @@ def test_what_comes_back_is_what_left_with_its_attention_as_statistic(model: Any
 
 def fetching(model: Any, rows: list[int] | None = None, **options: Any) -> tuple[Tensor, dict[str, Any]]:
     """Logits [B, n, V] of decode steps between which the batch is reordered, in the first order; the guard's report."""
-    ids = prompt(260)
+    ids = random_ids(2, 260)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         cache = create_tiered_cache(model, FadeConfig(**{**OPTIONS, **options}, prefetch=True))

@@ -8,9 +8,7 @@ import torch
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
-
-from .test_memory import reachable_bytes
-from .test_policy import _bundle
+from tests.runtime.caches import reachable_bytes, save_bundle
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "streaming"}], ids=str)
@@ -19,7 +17,7 @@ from .test_policy import _bundle
 def test_chunked_prefill_equals_one_prefill(
     model: Any, policy: str, chunk: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    predictor = _bundle(tmp_path, model) if policy == "learned" else None
+    predictor = save_bundle(tmp_path, model) if policy == "learned" else None
     config = FadeConfig(
         n_sink=2, recent_window=8, int4_budget=12, low_budget=10, eviction_policy=policy, predictor=predictor,
         reassign_every=8, chunked_prefill=True, **options,

@@ -17,15 +17,12 @@ from transformers import DynamicCache, TextStreamer
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from tests.families import FAMILIES
+from tests.runtime.caches import random_ids
 
 OPTIONS: dict[str, Any] = dict(
     n_sink=2, recent_window=32, int4_budget=10, reassign_every=16, guard="rollback", spill="host", monitor_every=8
 )
 AGAIN = dict(OPTIONS, on_rollback="redecode")
-
-
-def prompt(length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def generate(model: Any, ids: Tensor, cache: Any, new: int = 40, **options: Any) -> Tensor:
@@ -62,7 +59,7 @@ def at_most(watch: Any, good: int) -> None:
 
 def test_what_was_generated_in_doubt_is_generated_again(model: Any) -> None:
     """From the last good look on the text is that of a cache whose tokens were taken back to there by hand."""
-    ids = prompt(200)
+    ids = random_ids(1, 200)
     cache = late(model, steps=13)
     out = generate(model, ids, cache)
     assert cache.monitor.report()["state"] == "full"
@@ -86,7 +83,7 @@ def test_what_was_generated_in_doubt_is_generated_again(model: Any) -> None:
 
 
 def test_nothing_in_doubt_is_plain_generate(model: Any) -> None:
-    ids = prompt(150)
+    ids = random_ids(1, 150)
     once = {"int4_budget": None, "reassign_every": 64}  # what is not yet found in order is compressed later
     config = FadeConfig(**{**AGAIN, **once})
     stock = generate(model, ids, create_tiered_cache(model, FadeConfig(**{**OPTIONS, **once})))
@@ -96,7 +93,7 @@ def test_nothing_in_doubt_is_plain_generate(model: Any) -> None:
 
 
 def test_end_tokens_and_length_count_over_all_pieces(model: Any) -> None:
-    ids = prompt(200)
+    ids = random_ids(1, 200)
     out = generate(model, ids, late(model, steps=13), new=17)
     assert out.shape[1] == 217
     blind = generate(model, ids, late(model, steps=10_000), new=17)[0, 200:].tolist()
@@ -108,10 +105,10 @@ def test_end_tokens_and_length_count_over_all_pieces(model: Any) -> None:
 
 
 def test_a_second_turn_keeps_the_question(model: Any) -> None:
-    ids = prompt(200)
+    ids = random_ids(1, 200)
     cache = late(model, steps=30)
     first = generate(model, ids, cache, new=10)
-    asked = torch.cat((first, prompt(25, seed=3)), dim=1)
+    asked = torch.cat((first, random_ids(1, 25, seed=3)), dim=1)
     out = generate(model, asked, cache, new=20)
     assert torch.equal(out[:, : asked.shape[1]], asked)
     assert out.shape[1] == asked.shape[1] + 20
@@ -146,9 +143,9 @@ def test_calls_that_cannot_work_are_refused(model: Any, tiny_tokenizer: Any) -> 
         (dict(streamer=TextStreamer(tiny_tokenizer)), "streamer does not go with on_rollback 'redecode'"),
     ):
         with pytest.raises(FadeError, match=message):
-            generate(model, prompt(20), cache, **options)
+            generate(model, random_ids(1, 20), cache, **options)
     with pytest.raises(FadeError, match="one sequence of input_ids at a time"):
-        generate(model, prompt(20).expand(2, -1), cache)
+        generate(model, random_ids(1, 20).expand(2, -1), cache)
 
 
 def test_a_copy_of_the_model_generates_by_itself(model: Any) -> None:
@@ -156,7 +153,7 @@ def test_a_copy_of_the_model_generates_by_itself(model: Any) -> None:
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
-    ids = prompt(20)
+    ids = random_ids(1, 20)
     ours, theirs = (generate(each, ids, DynamicCache(config=model.config), new=3) for each in (model, other))
     assert not torch.equal(ours, theirs)
     assert cache.get_seq_length() == 0
@@ -173,7 +170,7 @@ def test_the_model_is_not_kept_alive(tiny_model: Any) -> None:
 
 
 def test_the_new_name_of_the_cache_is_heard_too(model: Any) -> None:
-    ids = prompt(200)
+    ids = random_ids(1, 200)
     cache = late(model, steps=13)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -185,7 +182,7 @@ def test_a_generate_that_was_looked_up_before_the_cache_was_made_says_that_it_do
     plain = model.generate
     cache = late(model, steps=13)
     with pytest.warns(RuntimeWarning, match="in doubt and nothing decodes them again; make the cache first"):
-        plain(prompt(200), max_new_tokens=40, do_sample=False, **forward_kwargs(cache, model))
+        plain(random_ids(1, 200), max_new_tokens=40, do_sample=False, **forward_kwargs(cache, model))
 
 
 def test_a_generate_that_was_there_before_is_called_and_comes_back(model: Any) -> None:
@@ -196,7 +193,7 @@ def test_a_generate_that_was_there_before_is_called_and_comes_back(model: Any) -
         return type(model).generate(model, *args, **options)
 
     model.generate = own
-    ids = prompt(200)
+    ids = random_ids(1, 200)
     out = generate(model, ids, late(model, steps=13))
     assert len(calls) > 1  # in pieces
     assert model.generate is own
@@ -205,7 +202,7 @@ def test_a_generate_that_was_there_before_is_called_and_comes_back(model: Any) -
 
 
 def test_a_cache_that_goes_away_leaves_the_generate_of_another_alone(model: Any) -> None:
-    ids = prompt(200)
+    ids = random_ids(1, 200)
     expected = generate(model, ids, late(model, steps=13))
     others = [create_tiered_cache(model, FadeConfig(**AGAIN))]
 

@@ -12,19 +12,9 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
 from fade_runtime.storage.tiers import Tier
-from fade_runtime.transformers_api import forward_kwargs
-
-from .test_memory import reachable_bytes
+from tests.runtime.caches import forward, random_ids, reachable_bytes
 
 LOSSY = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, low_budget=10, reassign_every=8)
-
-
-def _ids(batch: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def _step(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    return model(ids, **forward_kwargs(cache, model)).logits
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -33,37 +23,37 @@ def test_keys_that_are_not_finite_are_refused_and_the_cache_goes_on(model: Any, 
     cache, clean = create_tiered_cache(model, LOSSY), create_tiered_cache(model, LOSSY)
     if begun:
         for each in (cache, clean):
-            _step(model, each, _ids(2, 70))
+            forward(model, random_ids(2, 70), each)
     weight = model.model.layers[1].self_attn.k_proj.weight
     kept = weight.clone()
     weight[3, 5] = poison
     before = cache.memory_report()
     with pytest.raises(FadeError, match="layer 1 was given keys that are not finite"):
-        _step(model, cache, _ids(2, 5, 1))
+        forward(model, random_ids(2, 5, 1), cache)
     weight.copy_(kept)
     assert cache.memory_report() == before
-    assert torch.equal(_step(model, cache, _ids(2, 9, 2)), _step(model, clean, _ids(2, 9, 2)))
+    assert torch.equal(forward(model, random_ids(2, 9, 2), cache), forward(model, random_ids(2, 9, 2), clean))
 
 
 def test_a_changed_dtype_is_refused_and_the_cache_goes_on(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model()
     cache, clean = create_tiered_cache(model, LOSSY), create_tiered_cache(model, LOSSY)
     for each in (cache, clean):
-        _step(model, each, _ids(1, 70))
+        forward(model, random_ids(1, 70), each)
     half = copy.deepcopy(model).to(torch.bfloat16)
     own = create_tiered_cache(half, LOSSY)  # without one its attention goes over no such cache
     with pytest.raises(FadeError, match="layer 0 holds tokens of dtype torch.float32, the model now gives torch.bf"):
-        _step(half, cache, _ids(1, 1))
-    assert torch.equal(_step(model, cache, _ids(1, 3)), _step(model, clean, _ids(1, 3)))
+        forward(half, random_ids(1, 1), cache)
+    assert torch.equal(forward(model, random_ids(1, 3), cache), forward(model, random_ids(1, 3), clean))
     cache.reset()
-    assert _step(half, cache, _ids(1, 70)).dtype == torch.bfloat16
+    assert forward(half, random_ids(1, 70), cache).dtype == torch.bfloat16
     assert own.get_seq_length() == 0
 
 
 def test_a_changed_device_is_refused(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model()
     cache = create_tiered_cache(model, LOSSY)
-    _step(model, cache, _ids(1, 70))
+    forward(model, random_ids(1, 70), cache)
     elsewhere = torch.zeros(1, 2, 1, 16, device="meta")
     with pytest.raises(FadeError, match=r"layer 0 holds tokens of device cpu, the model now gives meta; call cache\."):
         cache.update(elsewhere, elsewhere, 0)
@@ -75,21 +65,21 @@ def test_taking_back_is_exact_or_refused_when_something_was_evicted(model: Any, 
     config = LOSSY.with_options(recent_window=16, reassign_every=64, eviction_policy="position")
     cache, clean = create_tiered_cache(model, config), create_tiered_cache(model, config)
     for each in (cache, clean):
-        _step(model, each, _ids(1, 90))
-    _step(model, cache, _ids(1, number, 1))
+        forward(model, random_ids(1, 90), each)
+    forward(model, random_ids(1, number, 1), cache)
     if number >= 30 + 16:
         with pytest.raises(FadeError, match="only the newest 60 have not entered statistics .*activate_past_recording"):
             cache.crop(-(number + 17))
         return
     cache.crop(-number)
-    torch.testing.assert_close(_step(model, cache, _ids(1, 1, 2)), _step(model, clean, _ids(1, 1, 2)))
+    torch.testing.assert_close(forward(model, random_ids(1, 1, 2), cache), forward(model, random_ids(1, 1, 2), clean))
 
 
 @pytest.mark.parametrize("options", [{}, {"int4_budget": 30}, {"int4_budget": 0, "low_budget": None}], ids=str)
 def test_prompt_lookup_runs_on_a_compressed_cache(model: Any, options: dict[str, Any]) -> None:
     """Proposals are checked by the compressed cache itself; with a window above their number nothing is refused."""
     config = FadeConfig(n_sink=2, recent_window=16, reassign_every=8, **options)
-    ids = _ids(1, 20).repeat(1, 4)
+    ids = random_ids(1, 20).repeat(1, 4)
     cache = create_tiered_cache(model, config)
     out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, max_new_tokens=20, do_sample=False)
     assert out.shape == (1, 100)
@@ -100,10 +90,10 @@ def test_prompt_lookup_runs_on_a_compressed_cache(model: Any, options: dict[str,
 def test_a_copy_of_the_cache_goes_its_own_way(model: Any) -> None:
     """Transformers' idiom for a shared prefix: deepcopy the cache of the prefix, continue with each."""
     cache = create_tiered_cache(model, LOSSY)
-    _step(model, cache, _ids(1, 70))
+    forward(model, random_ids(1, 70), cache)
     twin = copy.deepcopy(cache)
-    ahead = [_step(model, cache, _ids(1, 1, i)) for i in range(12)]
-    behind = [_step(model, twin, _ids(1, 1, i)) for i in range(12)]
+    ahead = [forward(model, random_ids(1, 1, i), cache) for i in range(12)]
+    behind = [forward(model, random_ids(1, 1, i), twin) for i in range(12)]
     assert all(torch.equal(a, b) for a, b in zip(ahead, behind))
 
 
@@ -113,7 +103,7 @@ def test_two_caches_in_two_threads_do_not_mix(tiny_model: Callable[..., Any], re
 
     def run(index: int, out: dict[int, Tensor]) -> None:
         out[index] = models[index].generate(
-            _ids(2, 60, index),
+            random_ids(2, 60, index),
             past_key_values=create_tiered_cache(models[index], configs[index]),
             max_new_tokens=40,
             do_sample=False,
@@ -139,11 +129,11 @@ def test_memory_is_flat_over_twenty_thousand_steps(tiny_model: Callable[..., Any
     model = tiny_model(num_hidden_layers=1, max_position_embeddings=32_768)
     config = FadeConfig(n_sink=4, recent_window=32, int4_budget=64, low_budget=64, reassign_every=64)
     cache = create_tiered_cache(model, config)
-    _step(model, cache, _ids(1, 300))
+    forward(model, random_ids(1, 300), cache)
     sizes: list[int] = []
     with torch.inference_mode():
         for step in range(20_000):
-            _step(model, cache, _ids(1, 1, step))
+            forward(model, random_ids(1, 1, step), cache)
             if step % 63 == 0:
                 sizes.append(cache.memory_report()["resident_bytes"])
     assert cache.get_seq_length() == 20_300
@@ -166,7 +156,7 @@ def test_fades_published_example_runs(model: Any) -> None:
         phase="2", n_sink=4, recent_window=64, int4_budget=400, eviction_policy="h2o", middle_k_bits=4, middle_v_bits=2
     )
     cache = create_tiered_cache(model, config)
-    model.generate(_ids(1, 700), past_key_values=cache, max_new_tokens=8)
+    model.generate(random_ids(1, 700), past_key_values=cache, max_new_tokens=8)
     report = cache.memory_report()
     assert report["tokens"]["HIGH"] == 2 * 2 * 400
     assert report["tokens"]["EVICTED"] == 2 * 2 * (700 - 400 - 68)
@@ -186,7 +176,7 @@ def test_fades_published_example_runs(model: Any) -> None:
 )
 def test_budgets_are_what_a_head_keeps(model: Any, options: dict[str, Any], kept: tuple[int, int]) -> None:
     cache = create_tiered_cache(model, FadeConfig(eviction_policy="ema", **options))
-    _step(model, cache, _ids(1, 400))
+    forward(model, random_ids(1, 400), cache)
     store = cache.tiered[1].tokens
     row, low = store.packed.token_row(), store.packed.low()
     assert torch.bincount(row[~low], minlength=2).tolist() == [kept[0]] * 2
@@ -201,11 +191,13 @@ def test_adaptive_lets_scores_fill_the_tiers(tiny_model: Callable[..., Any]) -> 
         n_sink=2, recent_window=8, int4_budget=1.0, low_budget=1.0, eviction_policy="adaptive", tau=0.6, low_tau=0.9
     )
     model.set_attn_implementation("eager")
-    rows = model(_ids(1, 100), output_attentions=True, use_cache=False).attentions[0].unflatten(1, (2, 2)).mean(2)[0]
+    rows = (
+        model(random_ids(1, 100), output_attentions=True, use_cache=False).attentions[0].unflatten(1, (2, 2)).mean(2)[0]
+    )
     weights = 0.95 ** torch.arange(63, -1, -1.0)
     scores = (rows[:, -64:] * (weights / weights.sum())[:, None]).sum(1)[:, 2:92]
     cache = create_tiered_cache(model, config)
-    _step(model, cache, _ids(1, 100))
+    forward(model, random_ids(1, 100), cache)
     store = cache.tiered[0].tokens
     counts = []
     for head in range(2):
@@ -222,10 +214,10 @@ def test_adaptive_lets_scores_fill_the_tiers(tiny_model: Callable[..., Any]) -> 
 def test_a_token_only_moves_down(model: Any) -> None:
     """No token comes back from the low tier or from the dead, none is quantised again."""
     cache = create_tiered_cache(model, LOSSY.with_options(eviction_policy="ema"))
-    _step(model, cache, _ids(2, 90))
+    forward(model, random_ids(2, 90), cache)
     where: dict[tuple[int, int, int], int] = {}
     for step in range(80):
-        _step(model, cache, _ids(2, 1, step))
+        forward(model, random_ids(2, 1, step), cache)
         now: dict[tuple[int, int, int], int] = {}
         for layer in cache.tiered:
             packed = layer.tokens.packed

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import json
 import weakref
 from pathlib import Path
@@ -13,23 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache, load_session, save_session
+from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session, save_session
 from fade_runtime.cache.session import FACTS, TENSORS
 from fade_runtime.layer.layer import RunningCall
-from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
-from predictor.provenance import model_provenance
 from tests.conftest import make_tiny_model
 from tests.families import FAMILIES
 from tests.processes import run_python
+from tests.runtime.caches import make_codebook, reachable_bytes, save_bundle
+from tests.runtime.sessions import AFTER, BEFORE, PROMPT, TIGHT, feed, filled, ids_and_mask
 
 from .compare import differences
-from .test_memory import reachable_bytes
-from .test_policy import _bundle
 
-PROMPT, BEFORE, AFTER = 90, 11, 21
-TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=8, int4_budget=20, low_budget=12, reassign_every=8)
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -67,34 +62,6 @@ def make_model(case: str) -> Any:
     return make_tiny_model().to(torch.bfloat16 if case == "bf16" else torch.float32)
 
 
-def ids_and_mask() -> tuple[Tensor, Tensor]:
-    """Three rows, of which two are padded on the left."""
-    ids = torch.randint(3, 250, (3, PROMPT + BEFORE + AFTER), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    for row, pad in ((1, 20), (2, 85)):
-        ids[row, :pad], mask[row, :pad] = 257, 0
-    return ids, mask
-
-
-def feed(model: Any, cache: Any, start: int, stop: int, step: int = 1) -> Tensor:
-    """Logits of tokens ``start`` to ``stop``, ``step`` at a time."""
-    ids, mask = ids_and_mask()
-    cuts = [*range(start, stop, step), stop]
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-    return torch.cat(
-        [
-            model(
-                ids[:, a:b],
-                attention_mask=mask[:, :b],
-                position_ids=position_ids[:, a:b],
-                **forward_kwargs(cache, model),
-            ).logits
-            for a, b in itertools.pairwise(cuts)
-        ],
-        dim=1,
-    )
-
-
 def play(model: Any, cache: Any, case: str) -> int:
     """Feed what comes before the session; returns the tokens fed."""
     if CASES[case].get("chunked_prefill"):
@@ -121,13 +88,6 @@ def resume_all(folder: str, cases: list[str]) -> None:
         save_file({"logits": play_on(model, cache, cache.get_seq_length())}, Path(folder, f"{case}.logits"))
 
 
-def make_codebook(model: Any, seed: int = 0) -> CodebookSet:
-    """Random centroids of about the size of keys and values."""
-    generator = torch.Generator().manual_seed(seed)
-    books = [PQCodebook(torch.randn(4, 32, 4, generator=generator).half()) for _ in range(4)]
-    return CodebookSet([LayerCodebook(*books[:2]), LayerCodebook(*books[2:])], model_provenance(model))
-
-
 def places(case: str, folder: Path) -> dict[str, Path]:
     """What a session does not say by itself."""
     known = {"learned": ("predictor", "bundle"), "pq": ("codebook", "codebook")}
@@ -140,7 +100,7 @@ def make_config(case: str, model: Any, folder: Path) -> FadeConfig:
     if options.get("eviction_policy") == "learned":
         lost = torch.tensor([[[1.0, 0.2, 0.0], [0.5, 0.1, 0.0]], [[0.1, 0.05, 0.0], [1.0, 0.9, 0.0]]])
         budgets = HeadBudgets(lost, fractions=(0.0, 0.5, 1.0))
-        options["predictor"] = str(_bundle(folder, model, budgets=budgets))
+        options["predictor"] = str(save_bundle(folder, model, budgets=budgets))
     if options.get("low_tier") == "pq":
         options["codebook"] = make_codebook(model).save(folder / "codebook")
     return FadeConfig(**options)
@@ -206,12 +166,6 @@ def test_every_attribute_comes_back(case: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tiny() -> Any:
     return make_tiny_model(num_hidden_layers=1)
-
-
-def filled(model: Any, tokens: int = 60, **options: Any) -> TieredCache:
-    cache = create_tiered_cache(model, FadeConfig(**{**TIGHT, **options}))
-    feed(model, cache, 0, tokens, step=tokens)
-    return cache
 
 
 def test_a_state_is_a_copy_and_plain(tiny: Any) -> None:

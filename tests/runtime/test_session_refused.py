@@ -15,9 +15,9 @@ from fade_runtime.cache.session import FACTS, TENSORS
 from predictor.provenance import first_values_fingerprint
 from predictor.sealed import sealed
 from tests.conftest import make_tiny_model
-
-from .test_policy import _bundle
-from .test_session import TIGHT, differences, filled, make_codebook
+from tests.runtime.caches import make_codebook, save_bundle
+from tests.runtime.compare import differences
+from tests.runtime.sessions import TIGHT, filled
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_another_codebook_or_predictor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FadeError, match=r"made with another codebook .*give the same one"):
         load_session(model, path, codebook=theirs)
 
-    bundles = [_bundle(tmp_path / str(seed), model) for seed in (1, 2)]
+    bundles = [save_bundle(tmp_path / str(seed), model) for seed in (1, 2)]
     facts = json.loads((bundles[1] / "bundle.json").read_text())
     facts["spec"]["horizon"] = 16
     (bundles[1] / "bundle.json").write_text(sealed(facts))

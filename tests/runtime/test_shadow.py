@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import rel_entr
-from torch import Tensor
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
@@ -20,14 +19,11 @@ from fade_runtime.events import ShadowEvent
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.twin import dense_twin
 from tests.families import FAMILIES, TIERED
+from tests.runtime.caches import random_ids
 
 OPTIONS: dict[str, Any] = dict(
     n_sink=2, recent_window=16, int4_budget=20, reassign_every=16, guard="warn", spill="host", kl_alarm=1e9
 )
-
-
-def prompt(batch: int, length: int) -> Tensor:
-    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 def test_divergence_is_scipys() -> None:
@@ -38,7 +34,7 @@ def test_divergence_is_scipys() -> None:
 
 @pytest.mark.parametrize("pad", [0, 7])
 def test_it_is_the_divergence_from_the_full_cache(model: Any, pad: int) -> None:
-    twin, ids = dense_twin(model), prompt(2, 300)
+    twin, ids = dense_twin(model), random_ids(2, 300)
     mask = torch.ones_like(ids)
     mask[1, :pad] = 0
     cache = create_tiered_cache(model, FadeConfig(**OPTIONS, shadow_every=8))
@@ -63,7 +59,7 @@ def test_it_is_the_divergence_from_the_full_cache(model: Any, pad: int) -> None:
 
 @pytest.mark.parametrize("family", TIERED)
 def test_in_every_family_nothing_compressed_has_no_divergence(family: str) -> None:
-    model, ids = FAMILIES[family](), prompt(2, 42)
+    model, ids = FAMILIES[family](), random_ids(2, 42)
     cache = create_tiered_cache(model, FadeConfig(recent_window=100, guard="warn", spill="host", shadow_every=1))
     model(ids[:, :40], **forward_kwargs(cache, model))
     for at in (40, 41):
@@ -78,9 +74,9 @@ def test_plain_generate_is_shadowed_and_the_hook_goes_with_the_cache(model: Any)
     cache = create_tiered_cache(model, FadeConfig(**OPTIONS, shadow_every=4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        out = model.generate(prompt(1, 200), past_key_values=cache, max_new_tokens=10, do_sample=False)
+        out = model.generate(random_ids(1, 200), past_key_values=cache, max_new_tokens=10, do_sample=False)
         other = create_tiered_cache(model, FadeConfig(**OPTIONS))
-        plain = model.generate(prompt(1, 200), past_key_values=other, max_new_tokens=10, do_sample=False)
+        plain = model.generate(random_ids(1, 200), past_key_values=other, max_new_tokens=10, do_sample=False)
     assert torch.equal(plain, out)
     assert cache.monitor.report()["shadow"]["seen"] == 208
     hooks = len(model._forward_hooks)

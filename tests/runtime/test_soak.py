@@ -17,8 +17,7 @@ from transformers import DynamicCache
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model, make_tiny_tokenizer
-from tests.runtime.test_policy import _bundle
-from tests.runtime.test_session import make_codebook
+from tests.runtime.caches import make_codebook, save_bundle
 
 REQUESTS, THREADS, STEPS = 300, 4, 10
 LOSSY: dict[str, Any] = dict(n_sink=2, recent_window=16, int4_budget=20, low_budget=10, reassign_every=8)
@@ -34,7 +33,7 @@ def kinds(model: Any, folder: Path) -> dict[str, FadeConfig | None]:
         "safe": FadeConfig.safe(recent_window=16, reassign_every=8),
         "off": FadeConfig(compression="off"),
         **{policy: FadeConfig(**LOSSY, eviction_policy=policy) for policy in ("position", "h2o", "ema", "adaptive")},
-        "learned": FadeConfig(**LOSSY, eviction_policy="learned", predictor=_bundle(folder, model)),
+        "learned": FadeConfig(**LOSSY, eviction_policy="learned", predictor=save_bundle(folder, model)),
         "fastgen": FadeConfig(n_sink=2, recent_window=16, eviction_policy="fastgen", tokenizer=tokenizer, recover=0.7),
         "assistant": FadeConfig(**LOSSY, assistant=1),
         "rollback, host": FadeConfig(**GUARDED),

@@ -25,20 +25,20 @@ from fade_runtime import FadeConfig, TieredCache
 from fade_runtime.storage.spill import Spill, SpilledTokens
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
-
-from .test_guard import CALMED, evicted, forward, prompt, quiet
-from .test_spill import CPU, contents, same, spill, tokens
+from tests.runtime.caches import create_quietly, forward_quietly, random_ids
+from tests.runtime.guarded import CALMED, evicted
+from tests.runtime.spilled import CPU, contents, same, spill, tokens
 
 # -- damage ----------------------------------------------------------------------------------------------------------
 
-IDS = prompt(1, 251)
+IDS = random_ids(1, 251)
 
 
 def spilled(model: Any, folder: Path) -> tuple[TieredCache, list[tuple[Any, Path]]]:
     """A cache after a prompt, and the layer and file of each of its chunks."""
-    cache = quiet(model, FadeConfig(**{**CALMED, "spill": "disk", "spill_dir": folder}))
+    cache = create_quietly(model, FadeConfig(**{**CALMED, "spill": "disk", "spill_dir": folder}))
     for at in (slice(0, 200), slice(200, 250)):
-        forward(model, IDS[:, at], cache)
+        forward_quietly(model, IDS[:, at], cache)
     layers = [layer for layer in cache.tiered for _ in layer.tokens.spilled.chunks]
     named = {chunk.stored._name for layer in cache.tiered for chunk in layer.tokens.spilled.chunks}
     files = [cache.guard.spill.folder / c.stored._name for layer in cache.tiered for c in layer.tokens.spilled.chunks]

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache, load_session, save_session
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
+from tests.runtime.kinds import GUARDED, KINDS, config_of, step, tokens
 
 from .compare import differences
-from .test_padding import KINDS, config_of, tokens
-from .test_take_back import GUARDED, step
 
 OLD = Path(__file__).parent / "data" / "session_v3"
 STATEFUL: dict[str, dict[str, Any]] = {

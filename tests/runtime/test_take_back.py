@@ -15,22 +15,14 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.layer import AttentionCall
-from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.families import FAMILIES
+from tests.runtime.kinds import GUARDED, KINDS, TIGHT, config_of, step, tokens
 
 from .compare import differences
-from .test_padding import KINDS, TIGHT, config_of, tokens
 
-GUARDED: dict[str, Any] = dict(TIGHT, guard="rollback", spill="host", monitor_every=5, kl_alarm=0.02, kl_target=0.01)
 # of the last call; and times
 CALL = frozenset({"running", "shared", "new", "plain", "ms", "spill"})
-
-
-def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model(ids.view(1, -1), **forward_kwargs(cache, model)).logits
 
 
 def assert_same(model: Any, one: TieredCache, other: TieredCache) -> None:

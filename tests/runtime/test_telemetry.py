@@ -27,11 +27,10 @@ from fade_runtime.layer.attention import pick_kernel
 from fade_runtime.layer.layer import TieredLayer
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
-
-from .test_session import filled, make_codebook
+from tests.runtime.caches import make_codebook
+from tests.runtime.sessions import TIGHT, filled
 
 BATCH, HEADS, LAYERS = 2, 2, 2
-TIGHT: dict[str, Any] = dict(n_sink=2, recent_window=8, int4_budget=20, low_budget=12, reassign_every=8)
 
 
 @pytest.fixture(scope="module")

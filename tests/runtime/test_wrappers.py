@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
 from fade_runtime import transformers_api as hf
+from tests.runtime.caches import decode, random_ids
 
 SMALL: dict[str, Any] = dict(n_sink=2, recent_window=16, int4_budget=20, reassign_every=8)
 SHADOWED = FadeConfig(**SMALL, guard="warn", spill="host", shadow_every=4)
-
-
-def ids(length: int) -> Tensor:
-    return torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(0))
 
 
 class Tuner(nn.Module):
@@ -58,19 +55,14 @@ class Adapted(nn.Module):
 WRAPPERS: dict[str, Callable[[Any], Any]] = {"adapters": Adapted, "data parallel": nn.DataParallel}
 
 
-def decode(model: Any, cache: Any, tokens: Tensor, prompt: int = 60) -> Tensor:
-    parts = tokens.split([prompt, *[1] * (tokens.shape[1] - prompt)], dim=1)
-    return torch.cat([model(part, **hf.forward_kwargs(cache, model)).logits for part in parts], dim=1)
-
-
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_model_may_be_wrapped(model: Any, wrap: Callable[[Any], Any]) -> None:
-    tokens, plain = ids(80), create_tiered_cache(model, SHADOWED)
-    expected = decode(model, plain, tokens)
+    tokens, plain = random_ids(1, 80), create_tiered_cache(model, SHADOWED)
+    expected = decode(model, tokens, 60, plain)
     wrapper = wrap(model)
     cache = create_tiered_cache(wrapper, SHADOWED)
     assert cache.model is model
-    assert torch.equal(decode(wrapper, cache, tokens), expected)
+    assert torch.equal(decode(wrapper, tokens, 60, cache), expected)
     assert cache.monitor.report()["shadow"] == plain.monitor.report()["shadow"]  # its calls were seen
     assert cache.monitor.report()["shadow"]["seen"] == 80
     del plain, cache
@@ -87,7 +79,7 @@ def test_adapters_generate_and_decode_again(model: Any) -> None:
         cache = create_tiered_cache(given, config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outs.append(given.generate(ids(200), past_key_values=cache, max_new_tokens=24, do_sample=False))
+            outs.append(given.generate(random_ids(1, 200), past_key_values=cache, max_new_tokens=24, do_sample=False))
     assert torch.equal(*outs)
 
 
@@ -139,9 +131,9 @@ def test_encoders_are_refused_by_name(make: Callable[[], Any]) -> None:
 
 def test_a_bert_that_decodes_is_no_encoder() -> None:
     model = transformers.BertLMHeadModel(transformers.BertConfig(**BERT, is_decoder=True)).eval()
-    tokens = ids(30) % 64
-    expected = decode(model, DynamicCache(config=model.config), tokens, 20)
-    ours = decode(model, create_tiered_cache(model, FadeConfig(compression="off")), tokens, 20)
+    tokens = random_ids(1, 30) % 64
+    expected = decode(model, tokens, 20, DynamicCache(config=model.config))
+    ours = decode(model, tokens, 20, create_tiered_cache(model, FadeConfig(compression="off")))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
@@ -152,7 +144,7 @@ def test_the_cache_is_used_under_every_name_that_transformers_knows(model: Any, 
     cache = create_tiered_cache(model, FadeConfig(**SMALL))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        model(ids(30), **{name: cache})
+        model(random_ids(1, 30), **{name: cache})
     assert cache.get_seq_length() == 30
 
 

@@ -15,7 +15,7 @@ from fade_runtime.kernels.triton import pack_kernel as triton_pack
 from fade_runtime.layer import attention, store
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
-from tests.runtime.test_memory import reachable_bytes
+from tests.runtime.caches import reachable_bytes
 
 CONFIGS = {
     "low tier": dict(int4_budget=0.4, eviction_policy="h2o", low_budget=0.3),
