@@ -24,7 +24,7 @@ from fade_runtime.cache.accounting import full_bytes, memory_report, stored_byte
 from fade_runtime.cache.parts import CacheParts
 from fade_runtime.cache.session import stored_options
 from fade_runtime.events import Event, GuardEvent, Reassignment, ShadowEvent
-from fade_runtime.kernels.dispatch import pick_kernel
+from fade_runtime.kernels.dispatch import kernel_name
 from fade_runtime.layer import CompressedLayer, TieredLayer
 from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
@@ -204,7 +204,7 @@ def attention_path(layer: CompressedLayer) -> str:
         return f"materialised for {config._attn_implementation}"
     if layer.store is None or not layer.store.compressed:
         return "dense"
-    return pick_kernel(layer.device).__module__.rpartition(".")[2]
+    return kernel_name(layer.device)
 
 
 def dump_debug(cache: CacheParts, path: str | Path, *, slots: bool = False) -> Path:

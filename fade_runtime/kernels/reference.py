@@ -54,8 +54,8 @@ def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, T
         tokens = slice(ends[first - 1] if first else 0, ends[pages.stop - 1])
         real = steps < lengths[pages, None]
         dense = tokens.stop - tokens.start == real.numel()
-        begins = (lengths.cumsum(0) - lengths)[pages, None]
-        yield pages, None if dense else (begins + steps).clamp(max=tokens.stop - 1), real, tokens
+        starts = (lengths.cumsum(0) - lengths)[pages, None]
+        yield pages, None if dense else (starts + steps).clamp(max=tokens.stop - 1), real, tokens
 
 
 def _by_page(codes: TwoTierCodes, index: Tensor | None, tokens: slice, real: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,10 +76,10 @@ def packed_scores(query: Tensor, packed: PackedTokens) -> Tensor:
     scores = query.new_empty(len(packed), query.shape[1])
     unpacked = packed.codes("key")
     for pages, index, real, tokens in _page_chunks(packed):
-        mine = query[packed.page_row[pages].long()]  # [p, Q, D]
+        page_query = query[packed.page_row[pages].long()]  # [p, Q, D]
         scale, zero = packed.key_params(pages)
-        folded = mine * scale[:, None].to(query.dtype)
-        offset = mine @ zero[:, :, None].to(query.dtype)  # [p, Q, 1]
+        folded = page_query * scale[:, None].to(query.dtype)
+        offset = page_query @ zero[:, :, None].to(query.dtype)  # [p, Q, 1]
         codes = _by_page(unpacked, index, tokens, real, query.dtype)
         block = (folded @ codes.transpose(1, 2) + offset).transpose(1, 2)  # [p, page, Q]
         scores[tokens] = block.flatten(0, 1) if index is None else block[real]
@@ -115,7 +115,14 @@ def packed_values(probs: Tensor, packed: PackedTokens, rows: int) -> Tensor:
 
 
 def part_scores(query: Tensor, part: Part) -> Tensor:
-    """Dot products [T, Q] of each row's queries [R, Q, D] with the row's tokens of a part, its bias left out."""
+    """Dot products of each row's queries with the row's tokens of a part, its bias left out.
+
+    Args:
+        query: [R, Q, D] float, already scaled. part: T tokens.
+
+    Returns:
+        [T, Q] in the query's dtype.
+    """
     stored = part.tokens
     if part.packed is not None and part.table is None:
         return packed_scores(quant.hadamard(query), part.packed)
@@ -133,7 +140,14 @@ def part_scores(query: Tensor, part: Part) -> Tensor:
 
 
 def part_values(probs: Tensor, part: Part, rows: int) -> Tensor:
-    """Sums [R, Q, D] of each row's values of a part, weighted by ``probs`` [T, Q]."""
+    """Sums of each row's values of a part, weighted by attention.
+
+    Args:
+        probs: [T, Q] float. part: T tokens. rows: R.
+
+    Returns:
+        [R, Q, D] in the dtype of ``probs``.
+    """
     stored = part.tokens
     if part.packed is not None:
         return quant.hadamard(packed_values(probs, part.packed, rows))
@@ -185,38 +199,49 @@ def attend(
         True
     """
     if query.dtype != torch.float32 and any(part.packed is not None and part.packed.wide for part in parts):
-        given = parts, weights, bias, softcap, into, decay
-        out, full_mass, masses = attend(query.float(), key.float(), value.float(), *given)
-        return out.to(query.dtype), full_mass, masses
-    scores = _finish((query @ key.transpose(1, 2)).float(), bias, softcap)  # [R, Q, n]
-    bodies = [_finish(part_scores(query, part).float(), part.bias, softcap) for part in parts]  # [T, Q] each
-    owners = [part.tokens.token_row() for part in parts]
-    least = torch.finfo(torch.float32).min
-    top = torch.nn.functional.pad(scores, (0, 1), value=least).amax(-1)  # [R, Q], finite where nothing is visible
-    for row, body in zip(owners, bodies):
-        top = top.scatter_reduce(0, row[:, None].expand_as(body), body, "amax")
-    shares = (scores - top[..., None]).exp()
-    bodies = [(body - top[row]).exp() for row, body in zip(owners, bodies)]
-    total = shares.sum(-1)
-    for row, body in zip(owners, bodies):
-        total = total.index_add(0, row, body)
+        out, mass, masses = attend(
+            query.float(), key.float(), value.float(), parts, weights, bias, softcap, into=into, decay=decay
+        )
+        return out.to(query.dtype), mass, masses
+    scores = _cap_and_bias((query @ key.transpose(1, 2)).float(), bias, softcap)  # [R, Q, n]
+    stored_scores = [
+        _cap_and_bias(part_scores(query, part).float(), part.bias, softcap) for part in parts
+    ]  # [T, Q] each
+    rows = [part.tokens.token_row() for part in parts]  # [T] each
+    lowest = torch.finfo(torch.float32).min
+    top = torch.nn.functional.pad(scores, (0, 1), value=lowest).amax(-1)  # [R, Q], finite where nothing is visible
+    for row, each in zip(rows, stored_scores):
+        top = top.scatter_reduce(0, row[:, None].expand_as(each), each, "amax")
+    probs = (scores - top[..., None]).exp()
+    stored_probs = [(each - top[row]).exp() for row, each in zip(rows, stored_scores)]
+    total = probs.sum(-1)
+    for row, each in zip(rows, stored_probs):
+        total = total.index_add(0, row, each)
     total = total.clamp(min=torch.finfo(torch.float32).tiny)
-    shares = shares / total[..., None]
-    bodies = [body / total[row] for row, body in zip(owners, bodies)]
-    out = shares.to(query.dtype) @ value
-    for part, body in zip(parts, bodies):
-        out = out + part_values(body.to(query.dtype), part, query.shape[0])
+    probs = probs / total[..., None]
+    stored_probs = [each / total[row] for row, each in zip(rows, stored_probs)]
+    out = probs.to(query.dtype) @ value
+    for part, each in zip(parts, stored_probs):
+        out = out + part_values(each.to(query.dtype), part, query.shape[0])
     if weights is None:
         return out, None, []
     weights = weights.float()
-    return out, *folded(torch.einsum("rqn,q->rn", shares, weights), [body @ weights for body in bodies], into, decay)
+    mass, masses = torch.einsum("rqn,q->rn", probs, weights), [each @ weights for each in stored_probs]
+    return out, *accumulate(mass, masses, into, decay)
 
 
-def folded(mass: Tensor, masses: list[Tensor], into: Sequence[Tensor], decay: float) -> tuple[Tensor, list[Tensor]]:
-    """Statistics of full-precision tokens and of parts; ``into`` and ``decay`` as in :func:`attend`.
+def accumulate(mass: Tensor, masses: list[Tensor], into: Sequence[Tensor], decay: float) -> tuple[Tensor, list[Tensor]]:
+    """Add new statistics to older ones.
+
+    Args:
+        mass: [R, n] float32 of the full-precision tokens. masses: [T] of each part.
+        into, decay: as in :func:`attend`.
+
+    Returns:
+        statistics [R, n] and [T] of each part: the tensors of ``into``, or the new ones where it is empty.
 
     Example:
-        >>> folded(torch.tensor([[1.0]]), [], [torch.tensor([[4.0]])], decay=0.5)
+        >>> accumulate(torch.tensor([[1.0]]), [], [torch.tensor([[4.0]])], decay=0.5)
         (tensor([[3.]]), [])
     """
     if not into:
@@ -226,7 +251,7 @@ def folded(mass: Tensor, masses: list[Tensor], into: Sequence[Tensor], decay: fl
     return into[0], list(into[1:])
 
 
-def _finish(scores: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+def _cap_and_bias(scores: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     return scores if bias is None else scores + bias

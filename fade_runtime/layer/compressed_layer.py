@@ -21,7 +21,7 @@ from fade_runtime.layer.store import BodyTokens, TokenStore
 from fade_runtime.layer.stored_layer import StoredLayer
 from fade_runtime.policies import Policy
 from fade_runtime.policies.text import SeenText
-from fade_runtime.storage.heap import give_back
+from fade_runtime.storage.heap import trim_heap
 from predictor.errors import FadeError
 
 # called with a layer and the milliseconds its compression took
@@ -161,7 +161,7 @@ class CompressedLayer(StoredLayer):
             self.memory.note(self.index, *store.body_size())
         self.whole = whole
         if new > 1 and self.index % 4 == 3:  # a prompt; in each layer it would cost 4 % of the time
-            give_back(self.device)
+            trim_heap(self.device)
         if self.observer is not None:
             self.observer(self, 1e3 * (time.perf_counter() - started))
             self.last_plan = None

@@ -141,7 +141,8 @@ class StoredLayer(CacheLayerMixin):
     def resident(self) -> dict[str, Tensor]:
         """The same `[...]`, with what a kernel derived from them and keeps."""
         derived = {} if self.store is None else self.store.packed.derived
-        return {**self.tensors(), **{f"packed.{name}": tensor for name, tensor in derived.items()}}
+        kept = {f"packed.{name}": tensor for name, tensor in derived.items() if isinstance(tensor, Tensor)}
+        return {**self.tensors(), **kept}
 
     @property
     def seen(self) -> int:

@@ -13,18 +13,18 @@ from collections.abc import Callable
 import torch
 
 
-def give_back(device: torch.device) -> None:
+def trim_heap(device: torch.device) -> None:
     """Return what was freed on a CPU; does nothing elsewhere, nor under a C library without ``malloc_trim``.
 
     Example:
-        >>> give_back(torch.device("cpu"))
+        >>> trim_heap(torch.device("cpu"))
     """
-    if device.type == "cpu" and (trim := _trim()) is not None:
+    if device.type == "cpu" and (trim := _malloc_trim()) is not None:
         trim(0)
 
 
 @functools.cache
-def _trim() -> Callable[[int], int] | None:
+def _malloc_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # another C library, or Windows

@@ -71,6 +71,10 @@ class PackedTokens:
     PER_PAGE: ClassVar = ("key_scale", "key_zero", "key_reach", "page_len", "page_low", "page_row", "page_slot")
     PER_HIGH: ClassVar = ("key_codes", "value_codes")
     PER_LOW: ClassVar = ("low_key_codes", "low_value_codes")
+    READ: ClassVar = (  # what attention reads of them, in the order of the kernels' structures
+        "page_len", "page_low", "key_codes", "low_key_codes", "value_codes", "low_value_codes",
+        "key_scale", "key_zero", "key_reach", "value_scale", "value_zero", "page_row",
+    )  # fmt: skip
 
     def __len__(self) -> int:
         """Tokens over all rows."""
@@ -96,9 +100,13 @@ class PackedTokens:
         return pack_tokens(key, value, none, none, statistics, bits=bits, pq_codes=codes, page_tokens=page_tokens)
 
     @functools.cached_property
-    def derived(self) -> dict[str, Tensor]:
-        """What a kernel computes from these tokens once and keeps with them; a copy with changes begins anew."""
+    def derived(self) -> dict[str, Any]:
+        """What a kernel computes from these tokens once and keeps with them, by a name; every copy begins anew."""
         return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: not what was derived, which may hold addresses of these very tensors."""
+        return {name: each for name, each in vars(self).items() if name != "derived"}
 
     def tensors(self) -> dict[str, Tensor]:
         """Every stored tensor by its name."""

@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import pickle
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -327,15 +329,27 @@ def test_default_dtype_changes_nothing() -> None:
 @pytest.mark.usefixtures("compiled")
 def test_what_is_known_of_tokens_goes_with_them() -> None:
     given = torch.randn(2, 3, 64), *torch.randn(2, 2, 7, 64)
-    packed, before = _ragged([90, 5], 64), len(cpu._KNOWN)
+    packed = _ragged([90, 5], 64)
     first = cpu.attend(*given, [Part(packed)])[0]
-    assert len(cpu._KNOWN) == before + 1
+    known = packed.derived[cpu.DESCRIBED]
     assert torch.equal(cpu.attend(*given, [Part(packed)])[0], first)
-    other = copy.deepcopy(packed)
-    other.key_codes.zero_()
-    assert not torch.equal(cpu.attend(*given, [Part(other)])[0], first)
-    del packed, other
-    assert len(cpu._KNOWN) == before
+    assert packed.derived[cpu.DESCRIBED] is known
+    for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert copied.derived == {}  # it has tensors of its own
+        copied.key_codes.zero_()
+        assert not torch.equal(cpu.attend(*given, [Part(copied)])[0], first)
+    assert all(getattr(packed, name) is tensor for name, tensor in zip(PackedTokens.READ, known.tensors, strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+def test_copies_that_c_needs_do_not_outlive_the_call() -> None:
+    packed = _ragged([90, 5], 64)
+    strided = replace(packed, key_codes=packed.key_codes.T.contiguous().T)
+    query, (key, value) = torch.randn(2, 3, 64), torch.randn(2, 2, 7, 64)
+    ours, plain = (cpu.attend(query, key, value, [Part(each)])[0] for each in (strided, packed))
+    assert torch.equal(ours, plain)
+    assert strided.derived == {}
 
 
 @pytest.mark.kernels

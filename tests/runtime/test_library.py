@@ -280,6 +280,42 @@ def test_a_library_without_the_kernel(folder: Path, tmp_path: Path, compiler: Ca
     assert _kept(folder) == []
 
 
+CHANGED = {
+    "the most tokens of a page": "#define PAGE 64 ->#define PAGE 32 ",
+    "the fields of packed tokens": "FIELD(const uint8_t *, key_codes)->FIELD(const uint8_t *, codes_of_keys)",
+    "the fields of a call": "FIELD(int64_t, threads)->FIELD(float, threads)",
+    "the bytes of a call": "{PAGE, sizeof(packed), sizeof(call)}->{PAGE, sizeof(packed), sizeof(call) + 8}",
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_library_of_other_structures_is_refused(
+    what: str, folder: Path, tmp_path: Path, compiler: Callable[..., Path]
+) -> None:
+    """C that was changed and still compiles: its names are those of Python no more."""
+    sources = tmp_path / "sources"
+    shutil.copytree(library.SOURCE.parent, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    old, new = CHANGED[what].split("->")
+    declared = (sources / "abi.h").read_text()
+    assert old in declared
+    (sources / "abi.h").write_text(declared.replace(old, new))
+    named = "-Dkey_codes=codes_of_keys" if "codes_of_keys" in new else "-DNO"
+    words = [
+        "gcc",
+        "-O0",
+        *library.FLAGS[1:],
+        named,
+        str(sources / "attend.c"),
+        "-o",
+        str(tmp_path / "other.so"),
+        "-lm",
+    ]
+    subprocess.run(words, check=True)
+    compiler(f'cp {tmp_path / "other.so"} "$out"')
+    _slow(f"C and Python differ in {what}: ")
+    assert _kept(folder) == []
+
+
 def _ended(process: int) -> bool:
     """Whether a process that was killed ends, which may take the kernel a moment."""
     for _ in range(1000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.cpu import attention as cpu
-from fade_runtime.kernels.dispatch import forget, pick_kernel, pick_quantiser
+from fade_runtime.kernels.dispatch import forget, kernel_name, pick_kernel, pick_quantiser
 from fade_runtime.storage.packed import quantise
 from predictor.errors import FadeError
 
@@ -40,14 +41,24 @@ def test_a_gpu_whose_kernels_fail_their_test_gets_plain_torch_and_says_why() -> 
 @pytest.mark.kernels
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gets_triton() -> None:
+    assert kernel_name(torch.device("cuda", 0)) == "triton"
     assert pick_kernel(torch.device("cuda", 0)).__module__ == "fade_runtime.kernels.triton.attention"
     assert pick_quantiser(torch.device("cuda", 0)).__module__ == "fade_runtime.kernels.triton.pack_kernel"
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler")
+def test_a_cpu_gets_c() -> None:
+    assert kernel_name(CPU) == "cpu"
+    assert pick_kernel(CPU) is cpu.attend
+    assert pick_quantiser(CPU) is quantise
 
 
 @pytest.mark.parametrize("device", [CUDA, META], ids=str)
 def test_plain_torch_for_other_devices_and_on_request(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == CUDA:
         monkeypatch.setenv("FADE_KERNEL", "reference")
+    assert kernel_name(device) == "reference"
     assert pick_kernel(device) is reference.attend
     assert pick_quantiser(device) is quantise
 
@@ -66,7 +77,7 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) 
 
 
 def test_a_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = lambda *given: (reference.attend(*given)[0] + 1, *reference.attend(*given)[1:])
+    wrong = lambda *args, **options: (reference.attend(*args)[0] + 1, *reference.attend(*args, **options)[1:])
     monkeypatch.setattr(cpu, "attend", wrong)
     forget()
     with pytest.warns(RuntimeWarning, match="disagrees with the reference in its output"):

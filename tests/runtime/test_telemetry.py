@@ -22,8 +22,7 @@ from fade_runtime import (
     detach_telemetry,
 )
 from fade_runtime.cache import telemetry
-from fade_runtime.kernels.dispatch import forget
-from fade_runtime.layer.attention import pick_kernel
+from fade_runtime.kernels.dispatch import forget, kernel_name
 from fade_runtime.layer.layer import TieredLayer
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
@@ -85,7 +84,7 @@ def test_events_are_what_happened(model: Any, low_tier: str) -> None:
     began = time.time()
     counters = attach_telemetry(cache, watcher)
     feed(model, cache, 20)
-    name, number = low_tier.upper(), {"int2": 2, "pq": 3}[low_tier]
+    name, number = {"int2": ("LOW", 2), "pq": ("PQ", 3)}[low_tier]
     assert [(e.layer, e.seen) for e in watcher.events] == [(i, n) for n in (60, 68, 76) for i in range(LAYERS)]
     before = {i: [dict.fromkeys(range(60), 0)] * (BATCH * HEADS) for i in range(LAYERS)}
     for event, rows, stored in zip(watcher.events, watcher.rows, watcher.stored):
@@ -101,10 +100,7 @@ def test_events_are_what_happened(model: Any, low_tier: str) -> None:
         assert event.evicted == sum(now == 4 for _, _, now in fell) > 0
         assert event.resident_bytes == stored
         assert event.full_bytes == 2 * BATCH * HEADS * 16 * 4 * event.seen
-        assert (event.policy, event.path) == (
-            "h2o",
-            pick_kernel(torch.device("cpu")).__module__.split(".")[-1],
-        )
+        assert (event.policy, event.path) == ("h2o", kernel_name(torch.device("cpu")))
         assert began <= event.time <= time.time()
         assert 0 < event.ms < 1e3 * (time.time() - began)
     assert counters.reassignments == len(watcher.events) == 6

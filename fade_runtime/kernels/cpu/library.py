@@ -21,10 +21,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fade_runtime.kernels.cpu import layout
 from predictor.errors import FadeError
 
 SOURCE = Path(__file__).with_name("attend.c")
-HEADERS = [SOURCE.with_name(name) for name in ("codes.h", "integers.h", "pieces.h")]
+INCLUDED = ("abi.h", "vectors.inc.h", "codes.inc.h", "vnni.inc.h", "splits.inc.h")
 FLAGS = ("-O3", "-fPIC", "-shared", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 SECONDS = 120.0  # that a compiler may take
 OWN_FOLDER = "set XDG_CACHE_HOME to a folder of your own"
@@ -110,7 +111,7 @@ def _facts(compiler: Sequence[str], march: str) -> str:
     digest = hashlib.sha256(_run([*compiler, "--version"])[1])
     for text in (*compiler, march, *FLAGS, platform.machine(), _processor()):
         digest.update(text.encode(errors="surrogateescape") + b"\n")
-    for source in (SOURCE, *HEADERS):
+    for source in (SOURCE, *map(SOURCE.with_name, INCLUDED)):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -208,13 +209,14 @@ def _load(path: Path, opened: int) -> ctypes.CDLL:
     """Load an open file. It stays open: the loader knows libraries by name, and this one's is the descriptor's.
 
     Raises:
-        FadeError: it is no library, or lacks the kernel.
+        FadeError: it is no library, lacks the kernel, or was built of other structures.
     """
     same = Path(f"/proc/self/fd/{opened}")
     try:
         library = ctypes.CDLL(str(same if same.exists() else path))
         library.attend  # noqa: B018  looked up now
-    except (OSError, AttributeError) as problem:
+        layout.check(library)
+    except (OSError, AttributeError, ValueError) as problem:  # the last: a symbol that is not there
         remedy = "set CC to another compiler, or XDG_CACHE_HOME to a folder that programs may run from"
         raise FadeError(f"what the C compiler built cannot be loaded ({problem}); {remedy}") from None
     return library

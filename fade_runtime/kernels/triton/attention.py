@@ -54,7 +54,7 @@ def attend(
         if query.shape[1] >= hows[0].dense_from(tokens):
             return dense(query, key, value, parts[0], bias), None, []
     out, mass, masses = fused(query, key, value, parts, weights, bias, softcap, hows)
-    return out, *((mass, masses) if mass is None else reference.folded(mass, masses, into, decay))
+    return out, *((mass, masses) if mass is None else reference.accumulate(mass, masses, into, decay))
 
 
 def launch_of(query: Tensor, part: Part) -> Launch:

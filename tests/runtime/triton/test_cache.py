@@ -9,10 +9,11 @@ import torch
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.cache.telemetry import attention_path
+from fade_runtime.kernels import dispatch
 from fade_runtime.kernels.dispatch import forget
 from fade_runtime.kernels.triton import attention as triton
 from fade_runtime.kernels.triton import pack_kernel as triton_pack
-from fade_runtime.layer import attention, store
+from fade_runtime.layer import store
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.runtime.caches import reachable_bytes
@@ -39,9 +40,9 @@ def _logits(config: FadeConfig) -> tuple[torch.Tensor, Any]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_cache_in_triton_answers_as_one_in_plain_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = FadeConfig(n_sink=2, recent_window=8, reassign_every=4, **CONFIGS[name])
-    monkeypatch.setattr("fade_runtime.cache.telemetry.pick_kernel", lambda device: triton.attend)
-    monkeypatch.setattr(attention, "pick_kernel", lambda device: triton.attend)
-    monkeypatch.setattr(store, "pick_quantiser", lambda device: triton_pack.quantise)
+    kernel = dispatch.Kernel("triton", triton.attend, triton_pack.quantise)
+    monkeypatch.setattr(dispatch, "_kernel_of", lambda device: kernel)
+    monkeypatch.setattr(store, "pick_quantiser", lambda device: kernel.quantise)  # that of a CPU is plain torch
     ours, cache = _logits(config)
     assert attention_path(cache.tiered[0]) == "triton"
     assert len(cache.tiered[0].store.packed.derived) > 0
