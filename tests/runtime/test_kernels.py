@@ -119,7 +119,7 @@ def test_compiled_kernel_equals_the_reference(
 @pytest.mark.parametrize("bits", [DEFAULT, Bits(8, 8, 4, 2)], ids=str)
 @pytest.mark.parametrize("page_tokens", [32, 64])
 def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_tokens: int) -> None:
-    """Pieces of a row, and values weighed in runs of tokens, whose ends are no multiples of anything."""
+    """Splits of a row, and values weighed in runs of tokens, whose ends are no multiples of anything."""
     lengths = torch.tensor([1101, 38, 703])
     rows, slots = torch.arange(3).repeat_interleave(lengths), torch.cat([torch.arange(n) for n in lengths])
     body = torch.randn(2, len(rows), dim)
@@ -135,8 +135,8 @@ def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_token
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("compiled")
-def test_many_queries_over_several_pieces() -> None:
-    """A second prompt over a long body: pieces of 1,024 tokens are merged, pages straddle rows."""
+def test_many_queries_over_several_splits() -> None:
+    """A second prompt over a long body: splits of 1,024 tokens are merged, pages straddle rows."""
     packed = _mixed(_ragged([2500, 700], 64))
     query, (key, value) = torch.randn(2, 42, 64), torch.randn(2, 2, 1500, 64)
     given = query, key, value, [Part(packed)], torch.rand(42)

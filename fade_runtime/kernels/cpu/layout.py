@@ -56,7 +56,7 @@ def check(library: ctypes.CDLL) -> None:
 def _declared(structure: type[ctypes.Structure]) -> list[str]:
     """Kind and name of each field, as :func:`_described` finds them in C."""
     kinds = {ctypes.c_int64: "int64_t", ctypes.c_float: "float", ctypes.c_void_p: "pointer"}
-    return [f"{kinds[kind]} {name}" for name, kind, *_ in structure._fields_]  # type: ignore[index]
+    return [f"{kinds[kind]} {name}" for name, kind, *_ in structure._fields_]
 
 
 def _described(library: ctypes.CDLL, symbol: str) -> list[str]:

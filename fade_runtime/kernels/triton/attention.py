@@ -12,20 +12,20 @@ from torch import Tensor
 
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.reference import Part
-from fade_runtime.kernels.triton import launch_table as launches
-from fade_runtime.kernels.triton.codes import Parts, Stored, constants, launch, padded
+from fade_runtime.kernels.triton import launch_table
+from fade_runtime.kernels.triton.codes import ChannelParts, PackedTensors, constants, launch, padded
 from fade_runtime.kernels.triton.dense import dense
 from fade_runtime.kernels.triton.launch_table import Launch
-from fade_runtime.kernels.triton.merge_kernel import Result, mass_kernel, merge_kernel
-from fade_runtime.kernels.triton.rotate import Turn
-from fade_runtime.kernels.triton.split_kernel import Asked, Full, attend_kernel
+from fade_runtime.kernels.triton.merge_kernel import Partials, mass_kernel, merge_kernel
+from fade_runtime.kernels.triton.rotate import Rotation
+from fade_runtime.kernels.triton.split_kernel import FullTensors, Queries, attend_kernel
 from fade_runtime.storage import quant
 from fade_runtime.storage.packed import PackedTokens
 
 BLOCK = 16  # queries of a program; tensor cores take no fewer
-MERGED = 16  # pieces that are united at once
+MERGED = 16  # splits that are united at once
 SUMMED = 64  # tokens of a program that sums their statistics
-WIDEST, WIDEST_TURNED = 256, 128  # head dim, of keys that are rotated when they are read too
+WIDEST, WIDEST_ROTATED = 256, 128  # head dim, of keys that are rotated when they are read too
 
 
 def attend(
@@ -48,20 +48,21 @@ def attend(
     """
     if not parts or not all(_fits(part, query.shape[2]) for part in parts):
         return reference.attend(query, key, value, parts, weights, bias, softcap, into, decay)
-    hows = [launch_of(query, part) for part in parts]
+    launches = [launch_of(query, part) for part in parts]
     if len(parts) == 1 and weights is None and softcap is None:  # what SDPA can do
         tokens = key.shape[1] + len(parts[0].tokens) / max(len(query), 1)
-        if query.shape[1] >= hows[0].dense_from(tokens):
+        if query.shape[1] >= launches[0].dense_from(tokens):
             return dense(query, key, value, parts[0], bias), None, []
-    out, mass, masses = fused(query, key, value, parts, weights, bias, softcap, hows)
+    out, mass, masses = fused(query, key, value, parts, weights, bias, softcap, launches)
     return out, *((mass, masses) if mass is None else reference.accumulate(mass, masses, into, decay))
 
 
 def launch_of(query: Tensor, part: Part) -> Launch:
     """How the kernel is started for queries [R, Q, D] and packed tokens, by the launch table."""
-    packed: Any = part.tokens
-    name = launches.name_of(query.device)
-    return launches.choose(name, query.shape[2], packed.bits.key, kind_of(part, query.dtype))
+    assert part.packed is not None
+    packed = part.packed
+    name = launch_table.name_of(query.device)
+    return launch_table.choose(name, query.shape[2], packed.bits.key, kind_of(part, query.dtype))
 
 
 def fused(
@@ -72,60 +73,156 @@ def fused(
     weights: Tensor | None,
     bias: Tensor | None,
     softcap: float | None,
-    hows: Sequence[Launch],
+    launches: Sequence[Launch],
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """The fused kernel; arguments as those of :func:`attend`, with parts of packed tokens and a launch for each.
 
     Full-precision tokens and the first part are walked in one launch, every further part in one more.
     """
-    rows, queries, dim = query.shape
-    length, blocks, cores = key.shape[1], triton.cdiv(queries, BLOCK), launches.processors(query.device)
+    rows, n_queries, dim = query.shape
+    length, blocks, cores = key.shape[1], triton.cdiv(n_queries, BLOCK), launch_table.processors(query.device)
     query, key, value = query.contiguous(), _rows(key), _rows(value)
-    bias = None if bias is None else bias.float().contiguous()
-    rotated, exact = quant.hadamard(query.float()), query.dtype == torch.float32
-    stored: list[Any] = [part.tokens for part in parts]
-    spans = [how.span(len(packed.page_len) * blocks, cores) for packed, how in zip(stored, hows)]
-    cuts, starts = zip(*(pieces_of(packed, rows, span) for packed, span in zip(stored, spans)))
-    pieces = triton.cdiv(length, spans[0] * quant.PAGE)
-    bases = list(itertools.accumulate((cut.shape[1] for cut in cuts), initial=rows * pieces))  # first piece of a part
+    stored = [part.packed for part in parts if part.packed is not None]
+    spans = [started.span(len(packed.page_len) * blocks, cores) for packed, started in zip(stored, launches)]
+    splits, starts = zip(*(make_splits(packed, rows, span) for packed, span in zip(stored, spans)))
+    full_splits = triton.cdiv(length, spans[0] * quant.PAGE)
+    first_splits = list(itertools.accumulate((each.shape[1] for each in splits), initial=rows * full_splits))
     floats: Any = dict(dtype=torch.float32, device=query.device)
-    tops, totals = torch.empty(2, bases[-1], queries, **floats)
-    outs, scores, packed_scores = torch.empty(bases[-1], queries, dim, **floats), query, [query] * len(parts)
+    tops, totals = torch.empty(2, first_splits[-1], n_queries, **floats)
+    outs, scores, packed_scores = torch.empty(first_splits[-1], n_queries, dim, **floats), query, [query] * len(parts)
     if weights is not None:
-        scores = torch.empty(rows, length, queries, **floats)
-        packed_scores = [torch.empty(len(packed), queries, **floats) for packed in stored]
-    full = Full(key, value, *constants(dim, padded(dim), exact))
-    for index, (part, packed, how) in enumerate(zip(parts, stored, hows)):
-        own = None if part.bias is None else part.bias.float().contiguous()
-        wanted = (bias is not None, own is not None, softcap is not None, BLOCK, weights is not None)
-        there: list[Any] = [query if each is None else each for each in (bias, own)]  # what is not is not read
-        ask = Asked._make([query, rotated, *there, float(softcap or 0), *constants(*wanted)])
-        forms = Stored.of(packed), Parts.of(packed, "key", exact), Parts.of(packed, "value", exact), _turn(part, query)
-        left = Result(tops, totals, outs, scores, packed_scores[index])
-        first, count, here = (0, bases[1], pieces) if index == 0 else (bases[index], cuts[index].shape[1], 0)
-        numbers = first, cuts[index].shape[1], rows, spans[index], here, queries, length
-        steps = key.stride(0) // dim, value.stride(0) // dim
-        given: tuple[Any, ...] = (ask, full, *forms, left, cuts[index], *numbers, *steps)
-        launch(attend_kernel, (count, blocks), query, *given, num_warps=how.warps, num_stages=how.stages)
-    begins = starts[0]
-    if len(parts) > 1:
-        begins = torch.stack([start + (base - bases[0]) for start, base in zip(starts, bases)])
-    out, top, total = torch.empty_like(query), *torch.empty(2, rows, queries, **floats)
-    given = out, top, total, left, begins, len(parts), bases[0], rows, pieces, queries
-    launch(merge_kernel, (rows, queries), query, *given, dim, padded(dim), dim & -dim, MERGED)
+        scores = torch.empty(rows, length, n_queries, **floats)
+        packed_scores = [torch.empty(len(packed), n_queries, **floats) for packed in stored]
+    partials, exact = Partials(tops, totals, outs, scores, query), query.dtype == torch.float32
+    queries = _queries(query, bias, softcap, keep_scores=weights is not None)
+    full = FullTensors(key=key, value=value, **constants(dim=dim, columns=padded(dim), exact=exact))
+    for index, (part, packed, started) in enumerate(zip(parts, stored, launches)):
+        first = first_splits[index] if index else 0
+        launch(
+            attend_kernel,
+            (first_splits[index + 1] - first, blocks),
+            query,
+            queries=_with_part_bias(queries, part),
+            full=full,
+            packed=PackedTensors.of(packed),
+            keys=ChannelParts.of(packed, "key", exact),
+            values=ChannelParts.of(packed, "value", exact),
+            rotation=_rotation(part, query),
+            partials=partials._replace(packed_scores=packed_scores[index]),
+            splits=splits[index],
+            first_split=first,
+            n_splits=splits[index].shape[1],
+            rows=rows,
+            span=spans[index],
+            full_splits=0 if index else full_splits,
+            n_queries=n_queries,
+            length=length,
+            key_step=key.stride(0) // dim,
+            value_step=value.stride(0) // dim,
+            num_warps=started.warps,
+            num_stages=started.stages,
+        )
+    out, top, total = _merge(query, partials, starts, first_splits, full_splits)
     if weights is None:
         return out, None, []
-    weights, rows_of = weights.float().contiguous(), [packed.token_row().to(torch.int32) for packed in stored]
-    every = zip((scores, *packed_scores), (top, *rows_of), (length, *[0] * len(parts)))
-    mass, *masses = (_mass(each, weights, row_of, top, total, per_row) for each, row_of, per_row in every)
+    weights = weights.float().contiguous()
+    mass = _mass(scores, weights, top, total, row_of=None)
+    rows_of = [packed.token_row().to(torch.int32) for packed in stored]
+    masses = [_mass(each, weights, top, total, row_of) for each, row_of in zip(packed_scores, rows_of)]
     return out, mass, masses
 
 
-def _mass(scores: Tensor, weights: Tensor, row_of: Tensor, top: Tensor, total: Tensor, per_row: int) -> Tensor:
-    """Attention that tokens received: [R, n] from scores [R, n, Q] with ``per_row`` n, [T] from scores [T, Q]."""
+def _queries(query: Tensor, bias: Tensor | None, softcap: float | None, *, keep_scores: bool) -> Queries:
+    """The queries [R, Q, D] as the kernel takes them, without a bias of packed tokens; what is absent is not read."""
+    fixed = constants(
+        has_bias=bias is not None,
+        has_packed_bias=False,
+        has_softcap=softcap is not None,
+        block=BLOCK,
+        keep_scores=keep_scores,
+    )
+    return Queries(
+        query=query,
+        hadamard_query=quant.hadamard(query.float()),
+        bias=query if bias is None else bias.float().contiguous(),
+        packed_bias=query,
+        softcap=float(softcap or 0),
+        **fixed,
+    )
+
+
+def _with_part_bias(queries: Queries, part: Part) -> Queries:
+    """The same with the bias [T, Q] of a part, if it has one."""
+    if part.bias is None:
+        return queries
+    return queries._replace(packed_bias=part.bias.float().contiguous(), **constants(has_packed_bias=True))
+
+
+def _merge(
+    query: Tensor, partials: Partials, starts: Sequence[Tensor], first_splits: Sequence[int], full_splits: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unite the splits of each row.
+
+    Args:
+        query: [R, Q, D], for its shape and dtype. partials: what all splits left.
+        starts: [R + 1] int32 of each part, as of :func:`make_splits`. first_splits: place of each part's splits.
+        full_splits: splits of a row's full-precision tokens, which come before.
+
+    Returns:
+        output [R, Q, D]; largest score and sum of exponentials, each [R, Q] float32.
+    """
+    rows, n_queries, dim = query.shape
+    split_start = starts[0]
+    if len(starts) > 1:
+        split_start = torch.stack([start + (first - first_splits[0]) for start, first in zip(starts, first_splits)])
+    out = torch.empty_like(query)
+    top, total = torch.empty(2, rows, n_queries, dtype=torch.float32, device=query.device)
+    launch(
+        merge_kernel,
+        (rows, n_queries),
+        query,
+        out=out,
+        top_out=top,
+        total_out=total,
+        partials=partials,
+        split_start=split_start,
+        parts=len(starts),
+        first_split=first_splits[0],
+        rows=rows,
+        full_splits=full_splits,
+        n_queries=n_queries,
+        dim=dim,
+        columns=padded(dim),
+        power=dim & -dim,
+        at_once=MERGED,
+    )
+    return out, top, total
+
+
+def _mass(scores: Tensor, weights: Tensor, top: Tensor, total: Tensor, row_of: Tensor | None) -> Tensor:
+    """Attention that tokens received, float32: [R, n] from scores [R, n, Q], or, by the rows [T] of tokens, [T].
+
+    Args:
+        scores: [R, n, Q] or [T, Q] float32. weights: [Q] float32. top, total: [R, Q] float32 of the softmax.
+        row_of: [T] int32 or None.
+    """
     mass = torch.empty(scores.shape[:-1], dtype=torch.float32, device=scores.device)
-    given = mass, scores, weights, row_of, top, total, mass.numel(), per_row, scores.shape[-1], SUMMED, 16
-    launch(mass_kernel, (triton.cdiv(mass.numel(), SUMMED),), scores, *given)
+    launch(
+        mass_kernel,
+        (triton.cdiv(mass.numel(), SUMMED),),
+        scores,
+        mass=mass,
+        scores=scores,
+        weights=weights,
+        row_of=top if row_of is None else row_of,  # what is not there is not read
+        top=top,
+        total=total,
+        tokens=mass.numel(),
+        per_row=scores.shape[1] if row_of is None else 0,
+        n_queries=scores.shape[-1],
+        block=SUMMED,
+        at_once=16,
+    )
     return mass
 
 
@@ -135,17 +232,17 @@ def _fits(part: Part, dim: int) -> bool:
     if packed is None or packed.wide:
         return False
     same = packed.value_codes.shape[1] * packed.bits.key == packed.key_codes.shape[1] * packed.bits.value
-    return same and dim <= (WIDEST if part.table is None else WIDEST_TURNED)
+    return same and dim <= (WIDEST if part.table is None else WIDEST_ROTATED)
 
 
 def kind_of(part: Part, dtype: torch.dtype) -> str:
     """What a launch is chosen by, of :data:`fade_runtime.kernels.triton.launch_table.KINDS`."""
-    packed: Any = part.tokens
+    assert part.packed is not None
     if part.table is not None:
-        return "turned"
+        return "rotated"
     if dtype == torch.float32:
         return "float32"
-    return "tiered" if len(packed.key_codes) and len(packed.low_key_codes) else "plain"
+    return "tiered" if len(part.packed.key_codes) and len(part.packed.low_key_codes) else "plain"
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -153,38 +250,39 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % x.shape[2] == 0 else x.contiguous()
 
 
-def _turn(part: Part, query: Tensor) -> Turn:
+def _rotation(part: Part, query: Tensor) -> Rotation:
     """How keys of a part are rotated when they are read by queries [R, Q, D]."""
-    dim = query.shape[2]
-    sizes = padded(dim), dim & -dim
-    if part.table is None or part.positions is None:
-        return Turn(query, query, query, *constants(False, 2, False, *sizes))
-    cos, sin = part.table.cos.float().contiguous(), part.table.sin.float().contiguous()
-    fixed = constants(True, cos.shape[-1], part.table.interleaved, *sizes)
-    return Turn(cos, sin, part.positions.contiguous(), *fixed)
+    dim, table = query.shape[2], part.table
+    sizes = dict(tile=padded(dim), power=dim & -dim)
+    if table is None or part.positions is None:
+        none = constants(on=False, width=2, interleaved=False, **sizes)
+        return Rotation(cos=query, sin=query, positions=query, **none)
+    cos, sin = table.cos.float().contiguous(), table.sin.float().contiguous()
+    fixed = constants(on=True, width=cos.shape[-1], interleaved=table.interleaved, **sizes)
+    return Rotation(cos=cos, sin=sin, positions=part.positions.contiguous(), **fixed)
 
 
-def pieces_of(packed: PackedTokens, rows: int, span: int) -> tuple[Tensor, Tensor]:
-    """Cut each row's pages into pieces of ``span``; computed once for the tokens, without waiting for the device.
+def make_splits(packed: PackedTokens, rows: int, span: int) -> tuple[Tensor, Tensor]:
+    """Cut each row's pages into splits of ``span``; computed once for the tokens, without waiting for the device.
 
     Returns:
-        cut: [5, N] int32: row, first page, pages, first token, first token among the low ones. N is large enough for
-            any rows; pages is 0 in those that are not needed.
-        starts: [rows + 1] int32 first piece of each row.
+        splits: [5, N] int32: row, first page, pages, first token, first token among the low ones. N is large enough
+            for any rows; pages is 0 in those that are not needed.
+        starts: [rows + 1] int32 first split of each row.
     """
-    name = f"pieces of {span} in {rows}"
+    name = f"splits of {span} in {rows}"
     if name not in packed.derived:
         pages, device = len(packed.page_len), packed.page_len.device
         bounds = torch.searchsorted(packed.page_row, torch.arange(rows + 1, dtype=torch.int32, device=device))
         starts = torch.nn.functional.pad(((bounds.diff() + span - 1) // span).cumsum(0), (1, 0))
-        number = torch.arange(pages // span + rows, device=device)
-        row = torch.searchsorted(starts[1:], number, right=True).clamp(max=rows - 1)
-        first = bounds[row] + (number - starts[row]) * span
+        index = torch.arange(pages // span + rows, device=device)
+        row = torch.searchsorted(starts[1:], index, right=True).clamp(max=rows - 1)
+        first = bounds[row] + (index - starts[row]) * span
         before = [
             torch.nn.functional.pad(each.cumsum(0), (1, 0))[first.clamp(max=pages)]
             for each in (packed.page_len, packed.page_low)
         ]
-        cut = torch.stack((row, first, (bounds[row + 1] - first).clamp(0, span), *before))
-        packed.derived[name] = cut.to(torch.int32)
+        splits = torch.stack((row, first, (bounds[row + 1] - first).clamp(0, span), *before))
+        packed.derived[name] = splits.to(torch.int32)
         packed.derived[f"starts of {name}"] = starts.to(torch.int32)
     return packed.derived[name], packed.derived[f"starts of {name}"]

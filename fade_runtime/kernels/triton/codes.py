@@ -2,7 +2,7 @@
 
 Channels are worked on in parts, each a tile of its own: part f holds channels ``f * width`` to ``(f + 1) * width``. A
 packed byte holds a channel of several parts (see :func:`fade_runtime.storage.quant.pack`), so a part is a shift and a
-mask of bytes as they lie, and no tile is ever put together from pieces. The width of a tile is a power of two; the
+mask of bytes as they lie, and no tile is ever put together from several. The width of a tile is a power of two; the
 columns past the width of the part are zero.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from fade_runtime.storage import quant
 from fade_runtime.storage.packed import PackedTokens
 
-PAGE = tl.constexpr(quant.PAGE)
+PAGE, MARK = tl.constexpr(quant.PAGE), tl.constexpr(quant.MARK)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # finite where nothing is visible: the difference of two is no NaN
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 WORDS = not INTERPRETED and torch.version.hip is None
@@ -28,12 +28,12 @@ CHUNK = tl.constexpr(64)  # channels that are rotated at once
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def constants(*values: Any) -> tuple[tl.constexpr, ...]:
-    """Values that a kernel is compiled for; kept, since making them takes longer than many a launch."""
-    return tuple(map(tl.constexpr, values))
+def constants(**values: Any) -> dict[str, tl.constexpr]:
+    """Values that a kernel is compiled for, by name; kept, since making them takes longer than many a launch."""
+    return {name: tl.constexpr(value) for name, value in values.items()}
 
 
-class Stored(NamedTuple):
+class PackedTensors(NamedTuple):
     """The tensors of :class:`PackedTokens` that a kernel reads.
 
     Attributes:
@@ -55,7 +55,7 @@ class Stored(NamedTuple):
     limits: Any
 
     @classmethod
-    def of(cls, packed: PackedTokens) -> Stored:
+    def of(cls, packed: PackedTokens) -> PackedTensors:
         """Take them from packed tokens."""
         if "limits" not in packed.derived:
             scales = packed.key_reach[:, 0], packed.value_scale
@@ -63,11 +63,11 @@ class Stored(NamedTuple):
             key, value = key.clamp(min=2**-24), value.clamp(min=2**-24)
             limit, gain = (6e4 / key).clamp(max=6e4), (1024 / value).log2().floor().exp2()
             packed.derived["limits"] = torch.stack((limit, gain))
-        stored = [getattr(packed, name).contiguous() for name in cls._fields[:-1]]
-        return cls._make([*stored, packed.derived["limits"]])
+        tensors = {name: getattr(packed, name).contiguous() for name in cls._fields if name != "limits"}
+        return cls(**tensors, limits=packed.derived["limits"])
 
 
-class Parts(NamedTuple):
+class ChannelParts(NamedTuple):
     """How the channels of keys, or of values, are cut into parts. Constants of a kernel.
 
     Attributes:
@@ -95,25 +95,43 @@ class Parts(NamedTuple):
     words: Any
 
     @classmethod
-    def of(cls, packed: PackedTokens, name: str, exact: bool) -> Parts:
-        """Parts of the ``"key"`` or the ``"value"`` codes."""
+    def of(cls, packed: PackedTokens, name: str, exact: bool) -> ChannelParts:
+        """ChannelParts of the ``"key"`` or the ``"value"`` codes."""
         codes, low_codes = getattr(packed, f"{name}_codes"), getattr(packed, f"low_{name}_codes")
         bits, low_bits = getattr(packed.bits, name), getattr(packed.bits, f"low_{name}")
         groups = packed.value_scale.shape[1] if name == "value" else 1
         dim = codes.shape[1] * 8 // bits
         parts = math.lcm(groups, 2)
         width = dim // parts
-        sizes = (dim, parts, width, padded(width), bits, low_bits, quant.LEVELS[bits], quant.LEVELS[low_bits])
-        short = tl.float32 if exact else tl.float16
-        fixed = (*sizes, len(codes) > 0, len(low_codes) > 0, groups, packed.tile, short, WORDS and not exact)
-        return cls._make(constants(*fixed))
+        fixed = constants(
+            dim=dim,
+            parts=parts,
+            width=width,
+            tile=padded(width),
+            bits=bits,
+            low_bits=low_bits,
+            levels=quant.LEVELS[bits],
+            low_levels=quant.LEVELS[low_bits],
+            high=len(codes) > 0,
+            low=len(low_codes) > 0,
+            groups=groups,
+            page=packed.tile,
+            short=tl.float32 if exact else tl.float16,
+            words=WORDS and not exact,
+        )
+        return cls(**fixed)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], beside: torch.Tensor, *given: Any, **options: int) -> None:
-    """Run a kernel on the device of ``beside``, unless its grid is empty."""
+def launch(kernel: Any, grid: tuple[int, ...], beside: torch.Tensor, /, **arguments: Any) -> None:
+    """Run a kernel on the device of ``beside``, unless its grid is empty.
+
+    Args:
+        kernel: a ``triton.jit`` function. grid: its programs. beside: any tensor of that device.
+        arguments: of the kernel by their names, with ``num_warps`` and ``num_stages``.
+    """
     if all(grid):
         with torch.cuda.device_of(beside):
-            kernel[grid](*given, **options)
+            kernel[grid](**arguments)
 
 
 def padded(width: int) -> int:
@@ -123,7 +141,10 @@ def padded(width: int) -> int:
 
 @triton.jit
 def load_rows(rows, real, limit, c):
-    """Load rows [n] of pointers to ``dim`` floats as parts [n, tile], within ``limit``; zero where not ``real`` [n]."""
+    """Load rows [n] of pointers to ``dim`` floats as parts [n, tile], within ``limit``; zero where not ``real`` [n].
+
+    ``c``, here and below: :class:`ChannelParts`.
+    """
     columns = tl.arange(0, c.tile)
     parts = ()
     for f in tl.static_range(c.parts):
@@ -204,33 +225,33 @@ def load_field(codes, first, steps, real, f: tl.constexpr, bits: tl.constexpr, l
 
 
 @triton.jit
-def middles(few, is_low, levels: tl.constexpr, low_levels: tl.constexpr):
+def middles(low_codes, is_low, levels: tl.constexpr, low_levels: tl.constexpr):
     """Low codes [page, n] in units of the high tier's scale (see ``quant.middle``); zero where not low."""
     step: tl.constexpr = (levels + 1) // (low_levels + 1)
-    return tl.where(is_low[:, None], few * step + (step - 1) * 0.5, 0.0)
+    return tl.where(is_low[:, None], low_codes * step + (step - 1) * 0.5, 0.0)
 
 
 @triton.jit
-def load_codes(codes, low_codes, high, low, many, count, c):
+def load_codes(codes, low_codes, high, low, n_high, count, c):
     """Codes of a page, in units of the high tier's scale: parts [page, tile], zero past ``count``.
 
     Args:
         codes, low_codes: of both tiers. high, low: places of the page's first tokens among those of their tiers.
-        many: tokens of the page in the high tier, which come first. count: tokens of the page. c: :class:`Parts`.
+        n_high: tokens of the page in the high tier, which come first. count: tokens of the page.
     """
     steps = tl.arange(0, c.page)
-    is_low = (steps >= many) & (steps < count)
+    is_low = (steps >= n_high) & (steps < count)
     parts = ()
     for f in tl.static_range(c.parts):
         if c.high:
-            tile = load_field(codes, high, steps, steps < many, f, c.bits, c.levels, c)
+            tile = load_field(codes, high, steps, steps < n_high, f, c.bits, c.levels, c)
         if c.low:
-            few = load_field(low_codes, low, steps - many, is_low, f, c.low_bits, c.low_levels, c)
-            few = middles(few, is_low, c.levels, c.low_levels)
+            low_tile = load_field(low_codes, low, steps - n_high, is_low, f, c.low_bits, c.low_levels, c)
+            low_tile = middles(low_tile, is_low, c.levels, c.low_levels)
             if c.high:
-                tile = tile + few  # one of them is zero
+                tile = tile + low_tile  # one of them is zero
             else:
-                tile = few
+                tile = low_tile
         parts = parts + (tile,)
     return parts
 

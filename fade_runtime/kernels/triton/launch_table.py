@@ -16,7 +16,7 @@ from predictor.files import write_aside
 
 TABLE = Path(__file__).with_name("launches.json")
 ANY = "any"
-KINDS = ("plain", "tiered", "turned", "float32")  # tokens of one tier, of both, un-rotated keys, a float32 model
+KINDS = ("plain", "tiered", "rotated", "float32")  # tokens of one tier, of both, un-rotated keys, a float32 model
 KEYS = ("device", "dim", "bits", "kind")  # what a row is chosen by
 
 
@@ -25,8 +25,8 @@ class Launch:
     """One row of the table.
 
     Attributes:
-        pages: most pages of a piece, which one program walks through.
-        programs: pieces that keep a multiprocessor busy: short contexts are cut finer, until there are as many.
+        pages: most pages of a split, which one program walks through.
+        programs: splits that keep a multiprocessor busy: short contexts are cut finer, until there are as many.
         warps, stages: of a program.
         dense: ``[tokens, queries]``, ascending: where the rows hold as many tokens on average, from how many queries
             on a dequantised layer and SDPA are faster.
@@ -44,7 +44,7 @@ class Launch:
     dense: tuple[tuple[int, int], ...] = ()
 
     def span(self, pages: int, processors: int) -> int:
-        """Pages of a piece, where there are ``pages`` over all rows."""
+        """Pages of a split, where there are ``pages`` over all rows."""
         return max(1, min(self.pages, pages // (self.programs * processors)))
 
     def dense_from(self, tokens: float) -> float:
@@ -81,11 +81,11 @@ def choose(device: str, dim: int, bits: int, kind: str, path: Path = TABLE) -> L
         >>> choose("a GPU that nobody has measured", 128, 4, "tiered").warps
         4
     """
-    asked = (device, dim, bits, kind)
+    wanted = (device, dim, bits, kind)
     for row in read_table(path):
-        if all(row[name] in (ANY, mine) for name, mine in zip(KEYS, asked)):
+        if all(row[name] in (ANY, mine) for name, mine in zip(KEYS, wanted)):
             return _launch(row)
-    raise FadeError(f"launch table {path} has no row for {asked}; add one for any")
+    raise FadeError(f"launch table {path} has no row for {wanted}; add one for any")
 
 
 @functools.cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +10,7 @@ from torch import Tensor
 from fade_runtime.kernels.triton.codes import (
     CHUNK,
     EXACT,
+    MARK,
     PAGE,
     launch,
     load_params,
@@ -74,7 +73,7 @@ def stored(x, wide, marked: tl.constexpr):
     coarse = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
     plain = x.to(tl.float16).to(tl.int16, bitcast=True)
     if marked:
-        coarse, plain = tl.maximum(coarse, 1) | -0x8000, plain & 0x7FFF
+        coarse, plain = tl.maximum(coarse, 1) | MARK, plain & ~MARK
     return tl.where(wide, coarse, plain).to(tl.float16, bitcast=True)
 
 
@@ -233,16 +232,16 @@ def unpack_kernel(
     page = tl.program_id(0)
     first, low = tl.load(page_first + page), tl.load(low_first + page)
     count = tl.load(page_first + page + 1) - first
-    many = count - (tl.load(low_first + page + 1) - low)
+    n_high = count - (tl.load(low_first + page + 1) - low)
     steps, column = tl.arange(0, PAGE), tl.arange(0, tile)
     x = tl.zeros((PAGE, tile), tl.float32)
     for at in tl.range(0, dim, CHUNK, num_stages=1):
         channel = at + tl.arange(0, CHUNK)
-        some = plain_codes(codes, first - low, steps, steps < many, channel, dim, bits, levels)
+        some = plain_codes(codes, first - low, steps, steps < n_high, channel, dim, bits, levels)
         if has_low:
-            is_low = (steps >= many) & (steps < count)
-            few = plain_codes(low_codes, low, steps - many, is_low, channel, dim, low_bits, low_levels)
-            some += middles(few, is_low, levels, low_levels)
+            is_low = (steps >= n_high) & (steps < count)
+            low_tile = plain_codes(low_codes, low, steps - n_high, is_low, channel, dim, low_bits, low_levels)
+            some += middles(low_tile, is_low, levels, low_levels)
         if by_page:
             unit, least, zero_unit = load_units(reach, page)
             where, real = page * dim + channel, channel < dim
@@ -282,18 +281,36 @@ def quantise(key: Tensor, value: Tensor, page_len: Tensor, bits: Bits) -> Quanti
     reach = torch.empty(pages, 3, dtype=quant.PARAMS, device=key.device)
     groups = quant.value_groups(value_dim)
     value_scale, value_zero = torch.empty(2, tokens, groups, dtype=quant.PARAMS, device=key.device)
-    fixed, value_fixed = _sizes(dim, bits.key), _sizes(value_dim, bits.value)
-    given: tuple[Any, ...] = (key.contiguous(), codes, scale, zero, reach, _starts(page_len))
-    launch(pack_keys_kernel, (pages,), key, *given, *fixed, num_warps=_warps(dim))
-    given = (value.contiguous(), value_codes, value_scale, value_zero, tokens, groups)
-    grid = (triton.cdiv(tokens, quant.PAGE),)
-    launch(pack_values_kernel, grid, value, *given, *value_fixed, num_warps=_warps(value_dim))
+    launch(
+        pack_keys_kernel,
+        (pages,),
+        key,
+        key=key.contiguous(),
+        codes=codes,
+        scales=scale,
+        zeros=zero,
+        reach=reach,
+        page_first=_starts(page_len),
+        **_sizes(dim, bits.key),
+    )
+    launch(
+        pack_values_kernel,
+        (triton.cdiv(tokens, quant.PAGE),),
+        value,
+        value=value.contiguous(),
+        codes=value_codes,
+        scales=value_scale,
+        zeros=value_zero,
+        tokens=tokens,
+        groups=groups,
+        **_sizes(value_dim, bits.value),
+    )
     return Quantised(codes, scale, zero, reach, value_codes, value_scale, value_zero)
 
 
 def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Same as :func:`fade_runtime.kernels.reference.dequantise`, in Triton: keys and values [T, D]; none are wide."""
-    starts, bits = (_starts(packed.page_len), _starts(packed.page_low)), packed.bits
+    page_first, low_first, bits = _starts(packed.page_len), _starts(packed.page_low), packed.bits
     outs = []
     for name, high, low, groups in (
         ("key", bits.key, bits.low_key, 1),
@@ -302,11 +319,25 @@ def dequantise(packed: PackedTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor
         codes, low_codes = getattr(packed, f"{name}_codes"), getattr(packed, f"low_{name}_codes")
         dim = codes.shape[1] * 8 // high
         out = torch.empty(len(packed), dim, dtype=dtype, device=codes.device)
-        given: tuple[Any, ...] = (out, codes, low_codes)
-        given += getattr(packed, f"{name}_scale"), getattr(packed, f"{name}_zero"), packed.key_reach, *starts
-        fixed = [*_sizes(dim, high), low, quant.LEVELS[low], len(low_codes) > 0]
-        given = *given, name == "key", groups, *fixed
-        launch(unpack_kernel, (len(packed.page_len),), out, *given, num_warps=_warps(dim))
+        launch(
+            unpack_kernel,
+            (len(packed.page_len),),
+            out,
+            out=out,
+            codes=codes,
+            low_codes=low_codes,
+            scales=getattr(packed, f"{name}_scale"),
+            zeros=getattr(packed, f"{name}_zero"),
+            reach=packed.key_reach,
+            page_first=page_first,
+            low_first=low_first,
+            by_page=name == "key",
+            groups=groups,
+            low_bits=low,
+            low_levels=quant.LEVELS[low],
+            has_low=len(low_codes) > 0,
+            **_sizes(dim, high),
+        )
         outs.append(out)
     return outs[0], outs[1]
 
@@ -316,10 +347,7 @@ def _starts(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def _sizes(dim: int, bits: int) -> list[Any]:
-    """Head dim, columns of its tile, block of its rotation, bits, levels."""
-    return [dim, padded(dim), dim & -dim, bits, quant.LEVELS[bits]]
-
-
-def _warps(dim: int) -> int:
-    return 4 if dim <= 64 else 8
+def _sizes(dim: int, bits: int) -> dict[str, int]:
+    """Constants of a kernel by name: columns of a tile, block of the rotation, levels; and its warps."""
+    warps = 4 if dim <= 64 else 8
+    return dict(dim=dim, tile=padded(dim), power=dim & -dim, bits=bits, levels=quant.LEVELS[bits], num_warps=warps)

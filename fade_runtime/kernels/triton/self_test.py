@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,7 @@ def self_test(device: torch.device) -> None:
                 raise FadeError(f"the Triton kernels disagree with the reference in their {name}, by {error:.1%}")
 
 
-def _results(device: torch.device, dim: int, bits: Bits, cap: float | None) -> dict[str, tuple[Any, Any]]:
+def _results(device: torch.device, dim: int, bits: Bits, cap: float | None) -> dict[str, Sequence[Any]]:
     """What the kernels compute on a device and plain torch on the CPU, by name."""
     generator = torch.Generator().manual_seed(0)
     rows, slots = torch.tensor([0] * 130 + [2] * 5), torch.arange(135)
@@ -48,22 +49,23 @@ def _results(device: torch.device, dim: int, bits: Bits, cap: float | None) -> d
     bias, part_bias = torch.randn(3, 5, 70, generator=generator), torch.randn(135, 5, generator=generator)
     stored = pack_tokens(body_key, body_value, rows, slots, None, low=low, bits=bits)
     part, here = Part(stored), Part(moved(stored, device))
-    if cap:  # with all that a kernel may be asked
+    if cap:  # with all that a kernel can do
         part, here = replace(part, bias=part_bias), replace(here, bias=part_bias.to(device))
-    asked = bias if cap else None
-    theirs = reference.attend(query, key, value, [part], weights, asked, cap)
-    half = [each.to(device, torch.float16) for each in (query, key, value)]
-    asked = None if asked is None else asked.to(device)
-    ours = triton.attend(half[0], half[1], half[2], [here], weights.to(device), asked, cap)
+    full_bias = bias if cap else None
+    theirs = reference.attend(query, key, value, [part], weights, full_bias, cap)
+    half_query, half_key, half_value = (each.to(device, torch.float16) for each in (query, key, value))
+    full_bias = None if full_bias is None else full_bias.to(device)
+    ours = triton.attend(half_query, half_key, half_value, [here], weights.to(device), full_bias, cap)
     unpacked = zip(dequantise(moved(stored, device), torch.float32), reference.dequantise(stored, torch.float32))
     again = quantise(body_key.to(device), body_value.to(device), stored.page_len.to(device), bits)
-    quantised = zip(again, packed.quantise(body_key, body_value, stored.page_len, bits))
+    plain = packed.quantise(body_key, body_value, stored.page_len, bits)
+    quantised = {name.replace("_", " "): pair for name, *pair in zip(plain._fields, again, plain)}
     return {
         "attention": (ours[0], theirs[0]),
         "statistics": (ours[1], theirs[1]),
         "packed statistics": (ours[2][0], theirs[2][0]),
         **dict(zip(("keys", "values"), unpacked)),
-        **dict(zip(("key codes", "key scales", "key zeros", "value codes", "value scales", "value zeros"), quantised)),
+        **quantised,
     }
 
 

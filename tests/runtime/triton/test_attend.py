@@ -24,7 +24,7 @@ DIMS = (64, 96, 128, 256)
 LENGTHS = ([1], [17, 63], [64, 0, 200], [63, 1], [200], [0, 64, 17], [130, 65], [17])  # tokens of each row
 BITS = ((4, 4, 4, 2), (4, 2, 4, 2), (8, 8, 4, 4), (4, 4, 2, 2))
 PAGES = (64, 32, 9)  # most tokens of a page
-FEW = Launch(2, 1, 2, 2)  # two pages a piece, so that rows are split
+FEW = Launch(2, 1, 2, 2)  # two pages a split, so that rows are split
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def _hiding(*shape: int) -> Tensor:
     return torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, -torch.inf)
 
 
-def _asked(packed: PackedTokens, rows: int, queries: int, full: int, masked: bool, **part: Any) -> tuple[Any, ...]:
+def _arguments(packed: PackedTokens, rows: int, queries: int, full: int, masked: bool, **part: Any) -> tuple[Any, ...]:
     """Arguments of a kernel, with statistics; masked: with biases and a cap."""
     torch.manual_seed(queries)
     dim = packed.key_scale.shape[1]
@@ -98,7 +98,7 @@ def test_equals_the_reference(dim: int, queries: int) -> None:
     turn = queries + DIMS.index(dim)
     packed = _packed(lengths, dim, BITS[turn % 4], mixed=turn % 3 > 0, page=PAGES[queries % 3])
     full = (1, 64, 130, 17, 63, 1, 68, 5)[queries - 1]
-    _agree(_alone, _asked(packed, len(lengths), queries, full, masked=turn % 2 == 0))
+    _agree(_alone, _arguments(packed, len(lengths), queries, full, masked=turn % 2 == 0))
 
 
 @pytest.mark.parametrize("bits", [(8, 4, 4, 2), (8, 8, 8, 8), (2, 2, 2, 2), (4, 4, 4, 4), (8, 2, 2, 2)], ids=str)
@@ -107,11 +107,11 @@ def test_all_bits_and_tiers(bits: tuple[int, ...], kind: str) -> None:
     packed = _packed([70, 5], 80, bits, mixed=kind == "both")
     if kind == "low":
         packed = packed.retier(torch.full((75,), int(Tier.LOW)))
-    _agree(_alone, _asked(packed, 2, 3, 7, masked=False))
+    _agree(_alone, _arguments(packed, 2, 3, 7, masked=False))
 
 
 def test_without_statistics_the_output_is_the_same() -> None:
-    query, key, value, parts, _, bias, cap = _asked(_packed([70], 64, BITS[0], True), 1, 3, 5, masked=True)
+    query, key, value, parts, _, bias, cap = _arguments(_packed([70], 64, BITS[0], True), 1, 3, 5, masked=True)
     plain = triton.attend(query, key, value, parts, None, bias, cap)
     assert plain[1:] == (None, [])
     assert torch.equal(plain[0], triton.attend(query, key, value, parts, torch.ones(3), bias, cap)[0])
@@ -119,7 +119,7 @@ def test_without_statistics_the_output_is_the_same() -> None:
 
 def test_statistics_are_added_to_older_ones() -> None:
     packed = _packed([70, 5], 64, BITS[0], mixed=True)
-    given = _asked(packed, 2, 3, 7, masked=True)
+    given = _arguments(packed, 2, 3, 7, masked=True)
     _, fresh, (fresh_packed,) = _alone(*given)
     older = torch.rand(2, 7), torch.rand(len(packed))
     states = [state.clone() for state in older]
@@ -130,30 +130,30 @@ def test_statistics_are_added_to_older_ones() -> None:
 
 @pytest.mark.parametrize("counts", [[0], [0, 0]], ids=str)
 def test_rows_without_stored_tokens(counts: list[int]) -> None:
-    _agree(triton.attend, _asked(_packed(counts, 64, BITS[0], False), len(counts), 2, 3, masked=False))
+    _agree(triton.attend, _arguments(_packed(counts, 64, BITS[0], False), len(counts), 2, 3, masked=False))
 
 
 def test_no_full_precision_tokens() -> None:
-    _agree(_alone, _asked(_packed([70, 5], 64, BITS[0], True), 2, 2, 0, masked=False))
+    _agree(_alone, _arguments(_packed([70, 5], 64, BITS[0], True), 2, 2, 0, masked=False))
 
 
-def test_many_queries_and_pieces() -> None:
-    """Two blocks of queries; rows of several pieces."""
-    _agree(_alone, _asked(_packed([200, 3], 16, BITS[0], True), 2, 20, 130, masked=True))
+def test_many_queries_and_splits() -> None:
+    """Two blocks of queries; rows of several splits."""
+    _agree(_alone, _arguments(_packed([200, 3], 16, BITS[0], True), 2, 20, 130, masked=True))
 
 
 @pytest.mark.parametrize("span", [1, 3, 16])
-def test_pieces_cover_all_pages_once(span: int) -> None:
+def test_splits_cover_all_pages_once(span: int) -> None:
     packed = _packed([640, 0, 1, 64, 65], 16, BITS[0], True)
-    cut, starts = triton.pieces_of(packed, 6, span)
-    row, first, pages, token, low = cut[:, cut[2] > 0].tolist()
+    splits, starts = triton.make_splits(packed, 6, span)
+    row, first, pages, token, low = splits[:, splits[2] > 0].tolist()
     seen = [page for at, count in zip(first, pages) for page in range(at, at + count)]
     assert seen == list(range(len(packed.page_len)))
     assert [packed.page_row[at] for at in first] == row
     assert token == [int(packed.page_len[:at].sum()) for at in first]
     assert low == [int(packed.page_low[:at].sum()) for at in first]
     assert starts.tolist() == [sum(each < r for each in row) for r in range(7)]
-    assert triton.pieces_of(packed, 6, span)[0] is cut
+    assert triton.make_splits(packed, 6, span)[0] is splits
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -161,26 +161,26 @@ def test_several_parts_share_one_softmax(masked: bool) -> None:
     """Of other bits, tiers and lengths; the second has no token in the last row, the third none at all."""
     lengths = [[70, 5], [130, 0], [0, 0], [3, 64]]
     parts = [_packed(each, 64, bits, mixed, seed=3) for each, bits, mixed in zip(lengths, BITS, (1, 0, 0, 1))]
-    query, key, value, first, weights, bias, cap = _asked(parts[0], 2, 3, 70, masked)
+    query, key, value, first, weights, bias, cap = _arguments(parts[0], 2, 3, 70, masked)
     others = [Part(each, bias=_hiding(len(each), 3) if masked else None) for each in parts[1:]]
     _agree(_alone, (query, key, value, [*first, *others], weights, bias, cap))
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize(("dim", "width"), [(64, 64), (64, 32), (96, 48), (128, 128)], ids=str)
-def test_keys_turned_when_they_are_read(dim: int, width: int, interleaved: bool) -> None:
+def test_keys_rotated_when_they_are_read(dim: int, width: int, interleaved: bool) -> None:
     packed = _packed([70, 20], dim, BITS[0], True, page=32 if interleaved else 64)
     angles = torch.rand(200, width // 2, generator=torch.Generator().manual_seed(1)) * 6
     both = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     positions = torch.arange(len(packed)) * 2 % 200
     table = Table(both.cos() * 1.1, both.sin() * 1.1, interleaved)
-    _agree(_alone, _asked(packed, 2, 3, 7, True, table=table, positions=positions))
+    _agree(_alone, _arguments(packed, 2, 3, 7, True, table=table, positions=positions))
 
 
 @pytest.mark.parametrize("dim", DIMS, ids="dim {}".format)
 def test_half_precision(dim: int) -> None:
     packed = _packed([200, 17], dim, BITS[0], True)
-    given = _asked(packed, 2, 4, 20, masked=True)
+    given = _arguments(packed, 2, 4, 20, masked=True)
     expected = _flat(reference.attend(*given))
     got = _flat(_alone(*(t.half() for t in given[:3]), *given[3:]))
     assert got[0].dtype == torch.float16
@@ -200,7 +200,7 @@ def test_small_values_under_flat_attention_do_not_vanish_in_half_precision() -> 
 
 def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     packed = _packed([130, 70], 64, BITS[0], True)
-    query, key, value, parts, weights, *_ = _asked(packed, 2, 3, 5, masked=False)
+    query, key, value, parts, weights, *_ = _arguments(packed, 2, 3, 5, masked=False)
     _agree(_alone, (query * 2000, key, value, parts, weights, None, None), 1e-3)
     huge = pack_tokens(torch.randn(64, 64) * 1e4, torch.randn(64, 64), torch.zeros(64).long(), torch.arange(64), None)
     given = torch.randn(1, 2, 64).half() * 100, key[:1].half(), value[:1].half(), [Part(huge)], None, None, None
@@ -209,7 +209,7 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
 
 def test_hidden_tokens_carry_nothing() -> None:
     packed = _packed([40, 8], 64, BITS[0], False)
-    query, key, value, _, weights, *_ = _asked(packed, 2, 2, 6, masked=False)
+    query, key, value, _, weights, *_ = _arguments(packed, 2, 2, 6, masked=False)
     nothing = Part(packed, bias=torch.full((48, 2), -torch.inf))
     out, mass, (body,) = _alone(query, key, value, [nothing], weights, torch.full((2, 2, 6), -torch.inf), None)
     assert not any(bool(t.any()) for t in (out, mass, body))  # a padding query
@@ -222,7 +222,7 @@ def test_hidden_tokens_carry_nothing() -> None:
 
 def test_keys_may_lie_in_a_longer_buffer() -> None:
     packed = _packed([70, 9], 64, BITS[0], False)
-    query, key, value, parts, *rest = _asked(packed, 2, 3, 30, masked=False)
+    query, key, value, parts, *rest = _arguments(packed, 2, 3, 30, masked=False)
     longer = torch.full((2, 2, 40, 64), torch.nan)
     longer[:, :, :30] = torch.stack((key, value))
     _agree(_alone, (query, longer[0, :, :30], longer[1, :, :30], parts, *rest))
@@ -232,7 +232,7 @@ def test_keys_may_lie_in_a_longer_buffer() -> None:
 @pytest.mark.parametrize("lengths", [[70, 70], [70, 0, 9]], ids=str)
 def test_a_dequantised_layer_gives_the_same(lengths: list[int], masked: bool) -> None:
     packed = _packed(lengths, 64, BITS[0], masked)
-    query, key, value, (part,), _, bias, _ = _asked(packed, len(lengths), 20, 7, masked)
+    query, key, value, (part,), _, bias, _ = _arguments(packed, len(lengths), 20, 7, masked)
     expected = reference.attend(query, key, value, [part], None, bias)[0]
     assert _difference(triton.dense(query, key, value, part, bias), expected) < 1e-5
     hidden = Part(packed, bias=torch.full((len(packed), 20), -torch.inf))
@@ -241,7 +241,7 @@ def test_a_dequantised_layer_gives_the_same(lengths: list[int], masked: bool) ->
 
 
 def test_many_queries_take_the_dequantised_layer_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value, parts, weights, *_ = _asked(_packed([70], 64, BITS[0], False), 1, 6, 5, masked=False)
+    query, key, value, parts, weights, *_ = _arguments(_packed([70], 64, BITS[0], False), 1, 6, 5, masked=False)
     taken = []
     for name in ("dense", "fused"):
         real = getattr(triton, name)
@@ -261,7 +261,7 @@ def test_many_queries_take_the_dequantised_layer_where_the_table_says_so(monkeyp
 
 def test_what_it_cannot_do_goes_to_the_reference() -> None:
     packed = _packed([70], 64, BITS[0], False)
-    query, key, value, _, weights, *_ = _asked(packed, 1, 3, 5, masked=False)
+    query, key, value, _, weights, *_ = _arguments(packed, 1, 3, 5, masked=False)
     narrow = pack_tokens(torch.randn(70, 64), torch.randn(70, 32), torch.zeros(70).long(), torch.arange(70), None)
     for values, parts in ((value, []), (value[..., :32], [Part(narrow)])):
         ours = triton.attend(query, key, values, parts, weights)

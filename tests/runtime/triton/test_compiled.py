@@ -54,8 +54,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiled:
     """What was compiled since: the most of each kernel by its name."""
     found: Compiled = {}
 
-    def compile_only(kernel: Any, grid: Any, beside: Any, *given: Any, **options: int) -> None:
-        binary = kernel.warmup(*given, grid=grid, **options)
+    def compile_only(kernel: Any, grid: Any, beside: Any, /, **arguments: Any) -> None:
+        binary = kernel.warmup(grid=grid, **arguments)
         (tmp_path / "cubin").write_bytes(binary.asm["cubin"])
         words = [str(CUOBJDUMP), "--dump-resource-usage", str(tmp_path / "cubin")]
         told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
@@ -90,7 +90,7 @@ def _attend(
     given = body[0], body[1], torch.zeros_like(slots), slots, None
     packed = pack_tokens(*given, low=low, bits=Bits(*bits), page_tokens=page)
     part = Part(packed, bias=torch.zeros(tokens, 8) if everything else None)
-    if kind == "turned":
+    if kind == "rotated":
         part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), slots, part.bias)
     full = torch.randn(3, 1, window, dim).to(dtype)
     weights, bias = (torch.ones(8), torch.zeros(1, 8, window)) if everything else (None, None)
@@ -118,7 +118,7 @@ CASES = {
     "sm_90 dim 256 both tiers, everything": (90, 256, dict(kind="tiered", everything=True), 232, 76),
     "sm_90 dim 128 8 bits": (90, 128, dict(bits=WIDE), 255, 60),
     "sm_90 dim 128 float32": (90, 128, dict(dtype=torch.float32), 255, 82),
-    "sm_90 dim 128 turned keys, everything": (90, 128, dict(kind="turned", everything=True), 255, 132),
+    "sm_90 dim 128 rotated keys, everything": (90, 128, dict(kind="rotated", everything=True), 255, 132),
 }
 
 
