@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def make_cache(model: Any, config: FadeConfig, policy: type[Learned] | None = No
         assert cache.policy.predictor is not None
         cache.policy = policy(cache.policy.predictor)
         for layer in cache.tiered:
-            layer.policy = cache.policy
+            layer.setup = replace(layer.setup, policy=cache.policy)
     return cache
 
 
@@ -90,10 +91,15 @@ FAULTS: dict[str, tuple[dict[str, Any], type[Learned] | None]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def right(lm: Any) -> str:
+    """What is answered when nothing is compressed."""
+    return answer(lm, make_cache(lm[0], FadeConfig(compression="off")))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_question_about_evicted_text_is_answered_after_rollback(fault: str, lm: Any) -> None:
+def test_a_question_about_evicted_text_is_answered_after_rollback(fault: str, lm: Any, right: str) -> None:
     options, policy = FAULTS[fault]
-    right = answer(lm, make_cache(lm[0], FadeConfig(compression="off")))
     assert "7491" in right
     assert "7491" not in answer(lm, make_cache(lm[0], FadeConfig(**options), policy))
     cache = make_cache(lm[0], FadeConfig(**options, **GUARD), policy)
