@@ -1,5 +1,5 @@
 # make demo    the whole job on a real language model: traces, predictors, registry, generation, evaluation
-# make test    all tests, N=2 at a time             make check   ruff, mypy, the import contract
+# make test    all tests, N=2 at a time             make check   ruff, mypy, the import contracts
 # make test-fast   of every package those that take no model and no five seconds; two minutes
 # make docs    the documentation as a site, build/site/index.html: no network, warnings are errors
 # make test-kernels   those of the Triton kernels alone: interpreted on a CPU, and compiled ahead of time
@@ -117,6 +117,7 @@ test-kernels: $(STAMP)
 
 check: $(STAMP)
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

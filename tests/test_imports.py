@@ -13,7 +13,6 @@ import pytest
 
 from tests.commands import ROOT
 from tools.import_graph import (
-    PACKAGES,
     describe,
     find_circles,
     find_imports,
@@ -89,7 +88,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("statement", PLANTED.values(), ids=PLANTED.keys())
 def test_a_planted_upward_import_is_a_circle(statement: str, tmp_path: Path) -> None:
-    for package in PACKAGES:
+    for package in ("fade_runtime", "predictor"):
         shutil.copytree(
             ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.json", "bundles", "__pycache__")
         )
