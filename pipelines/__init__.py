@@ -1,4 +1,7 @@
-"""Composition roots: each module is a command, `python -m pipelines.NAME`.
+"""Composition roots: the modules here are commands, `python -m pipelines.NAME`, and what all commands share.
+
+Commands import the packages below them, benchmarks and integrations, then evaluation and plots, then reporting; these
+import no command. `cli` turns a function into a command, `checkpoints` reads what `lightning fit` wrote.
 
 The variables below are read by libraries at import, so they are set here, before any command imports one:
 no telemetry, and no progress bars or log lines of libraries between those of the commands.

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from pipelines import cli
-from pipelines.reporting.machine import this_commit
+from pipelines.reporting.commit import this_commit
 
 BENCHMARKS = ("collect", "select", "decode", "prefill", "memory", "profile", "gpu", "tune", "guard", "compare")
 

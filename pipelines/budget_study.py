@@ -7,33 +7,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
+from tqdm import tqdm
 
 from pipelines.cli import run
 from predictor.budgets import FRACTIONS, HeadBudgets, learn_budgets
 from predictor.errors import FadeError
-from predictor.head_metrics import lost_when_kept
-from predictor.nets import ScoreNet, TokenMLP
-from predictor.scorenet import token_scores
+from predictor.files import write_aside
+from predictor.nets import TokenMLP
+from predictor.registry import load_predictor
+from predictor.scorenet import ScoreNet, token_scores
 
 
-def study(
-    traces: str = "artefacts/traces/full",
-    predictor: str | None = None,
-    sizes: list[int] = [3, 10, 30, 100],  # noqa: B006
-    budgets: list[float] = [0.25, 0.125],  # noqa: B006
-    parts: int = 3,
-    out: str | None = None,
-) -> None:
-    """Learn head budgets from more and more training documents and see what they lose on validation documents.
-
-    Prints for each number of documents the attention that the validation documents would lose, head budgets learned
-    for the worst step (max), for the sum over steps, and the same budget for all heads (uniform); then how much the
-    budgets of disjoint sets of training documents agree.
+@dataclass(frozen=True)
+class StudySettings:
+    """Options of `pipelines.budget_study`.
 
     Args:
         traces: folder of a collection.
@@ -43,27 +37,42 @@ def study(
         parts: disjoint sets of training documents that are compared with each other.
         out: Markdown file to write the tables to.
     """
-    from data.datamodule import TraceDataModule
-    from predictor.files import write_aside
-    from predictor.registry import load_predictor
 
-    net = TokenMLP() if predictor is None else load_predictor(predictor).net
-    module = TraceDataModule(traces)
+    traces: str = "artefacts/traces/full"
+    predictor: str | None = None
+    sizes: list[int] = field(default_factory=lambda: [3, 10, 30, 100])
+    budgets: list[float] = field(default_factory=lambda: [0.25, 0.125])
+    parts: int = 3
+    out: str | None = None
+
+
+def budget_study(settings: StudySettings) -> None:
+    """Learn head budgets from more and more training documents and see what they lose on validation documents.
+
+    Prints for each number of documents the attention that the validation documents would lose, head budgets learned
+    for the worst step (max), for the sum over steps, and the same budget for all heads (uniform); then how much the
+    budgets of disjoint sets of training documents agree.
+    """
+    from data.datamodule import TraceDataModule  # lightning: five seconds
+
+    parts = settings.parts
+    net = TokenMLP() if settings.predictor is None else load_predictor(settings.predictor).net
+    module = TraceDataModule(settings.traces)
     module.setup("fit")
-    known = module.traces.manifest["documents"]
-    train = [index for index, document in enumerate(known) if document["split"] == "train"]
+    documents = module.traces.manifest["documents"]
+    train = [index for index, document in enumerate(documents) if document["split"] == "train"]
     if len(train) < parts or parts < 2:
         raise FadeError(f"parts {parts} cannot be made of {len(train)} training documents; use 2 or more, up to those")
     rows = _Rows(module, net)
-    drawn = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    order = [train[index] for index in drawn]
-    validation = rows.read("validation")
-    text = [f"# Head budgets of {traces}", "", *size_table(rows, order, validation, sizes, budgets), ""]
-    text += stability(rows, [order[part::parts] for part in range(parts)], budgets)
-    print("\n".join(text))
-    if out is not None:
-        with write_aside(Path(out)) as aside:
-            aside.write_text("\n".join(text) + "\n", encoding="utf-8")
+    shuffled = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    order = [train[index] for index in shuffled]
+    sizes = size_table(rows, order, rows.read("validation"), settings.sizes, settings.budgets)
+    agreement = stability(rows, [order[part::parts] for part in range(parts)], settings.budgets)
+    text = "\n".join([f"# Head budgets of {settings.traces}", "", *sizes, "", *agreement])
+    print(text)
+    if settings.out is not None:
+        with write_aside(Path(settings.out)) as aside:
+            aside.write_text(f"{text}\n", encoding="utf-8")
 
 
 class _Rows:
@@ -74,37 +83,35 @@ class _Rows:
         self._train = self.read("train")
 
     def train(self, documents: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Rows of these training documents."""
-        wanted = torch.tensor(documents)
+        """Rows of these training documents: batches of R rows, scores [R, S]."""
+        chosen_documents = torch.tensor(documents)
         for batch in self._train:
-            chosen = torch.isin(batch["doc"], wanted)
+            chosen = torch.isin(batch["doc"], chosen_documents)
             if bool(chosen.any()):
                 yield {name: tensor[chosen] for name, tensor in batch.items()}
 
     def read(self, split: str) -> list[dict[str, Tensor]]:
-        """All batches of a split."""
-        from tqdm import tqdm
-
+        """All batches of a split, R rows each, with their scores [R, S]."""
         loader = self.module.train_dataloader() if split == "train" else self.module.val_dataloader()
         return [self._slim(batch) for batch in tqdm(loader, desc=f"Reading {split} rows", unit="batch")]
 
     def _slim(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        wanted = ("target_max", "target_sum", "eligible", "length", "layer", "head", "doc")
-        half = {name: batch[name].half() if name.startswith("target") else batch[name] for name in wanted}
+        names = ("target_max", "target_sum", "eligible", "length", "layer", "head", "doc")
+        half = {name: batch[name].half() if name.startswith("target") else batch[name] for name in names}
         return {**half, "scores": token_scores(self.net, batch)}
 
 
 def learned(rows: Iterator[dict[str, Tensor]], target: str = "target_max") -> HeadBudgets:
-    """Head budgets from rows that bring their scores."""
+    """Head budgets from batches of R rows that bring their scores [R, S]."""
     full = ({**batch, target: batch[target].float()} for batch in rows)
     return learn_budgets(lambda batch: batch["scores"], full, target)
 
 
-def expected_loss(shares: Sequence[Sequence[float]], batches: Sequence[dict[str, Tensor]]) -> float:
-    """Attention lost at the worst step, averaged over rows, when each kv head keeps its share.
+def expected_loss(fractions: Sequence[Sequence[float]], batches: Sequence[dict[str, Tensor]]) -> float:
+    """Attention lost at the worst step, averaged over rows, when each kv head keeps its fraction.
 
     Args:
-        shares: for each layer, one share of the context for each kv head.
+        fractions: for each layer, one fraction of the context for each kv head.
         batches: rows with ``scores``, ``target_max``, ``eligible``, ``length``, ``layer`` and ``head``.
 
     Example:
@@ -114,7 +121,9 @@ def expected_loss(shares: Sequence[Sequence[float]], batches: Sequence[dict[str,
         >>> round(expected_loss([[0.5]], [row]), 4)
         0.3
     """
-    lost = torch.cat([lost_when_kept([shares], batch["scores"], batch) for batch in batches])
+    from predictor.head_metrics import lost_when_kept  # torchmetrics: three seconds
+
+    lost = torch.cat([lost_when_kept([fractions], batch["scores"], batch) for batch in batches])
     return float(lost.double().mean())
 
 
@@ -125,18 +134,18 @@ def size_table(
     sizes: Sequence[int],
     budgets: Sequence[float],
 ) -> list[str]:
-    """Expected loss on validation documents by number of training documents, as Markdown."""
+    """Expected loss on validation documents, batches of R rows, by number of training documents, as Markdown."""
     lines = ["Attention lost at the worst step on validation documents, mean of all heads:", ""]
     heads = [f"{kind} {budget}" for budget in budgets for kind in ("uniform", "sum", "max")]
     lines += ["| documents | " + " | ".join(heads) + " |", "|---:" * (len(heads) + 1) + "|"]
     for size in sorted({min(size, len(order)) for size in sizes}):
         tables = {kind: learned(rows.train(order[:size]), f"target_{kind}") for kind in ("sum", "max")}
-        cells = []
+        losses: list[float] = []
         for budget in budgets:
             layers, count, _ = tables["max"].lost.shape
-            cells.append(expected_loss([[budget] * count] * layers, validation))
-            cells += [expected_loss(tables[kind].allocate(budget), validation) for kind in ("sum", "max")]
-        lines.append(f"| {size} | " + " | ".join(f"{cell:.4f}" for cell in cells) + " |")
+            losses.append(expected_loss([[budget] * count] * layers, validation))
+            losses += [expected_loss(tables[kind].allocate(budget), validation) for kind in ("sum", "max")]
+        lines.append(f"| {size} | " + " | ".join(f"{loss:.4f}" for loss in losses) + " |")
     return lines
 
 
@@ -145,25 +154,21 @@ def stability(rows: _Rows, sets: Sequence[Sequence[int]], budgets: Sequence[floa
 
     Source: Spearman 1904, rank correlation, by scipy.
     """
-    from scipy.stats import spearmanr
-
     tables = [learned(rows.train(documents)) for documents in sets]
     pairs = [(a, b) for i, a in enumerate(tables) for b in tables[i + 1 :]]
     lines = [
         f"Smallest rank correlation between any two of {len(sets)} disjoint sets of {min(map(len, sets))} documents:",
         "",
     ]
-    at = {share: index for index, share in enumerate(FRACTIONS)}
-    lost = min(
-        float(spearmanr(a.lost[..., at[0.11]].flatten(), b.lost[..., at[0.11]].flatten()).statistic) for a, b in pairs
-    )
+    at = FRACTIONS.index(0.11)
+    lost = min(float(spearmanr(a.lost[..., at].flatten(), b.lost[..., at].flatten()).statistic) for a, b in pairs)
     lines.append(f"- attention lost when 11 % is kept: {lost:.3f}")
     for budget in budgets:
-        shares = lambda table, budget=budget: torch.tensor(table.allocate(budget)).flatten()
-        least = min(float(spearmanr(shares(a), shares(b)).statistic) for a, b in pairs)
+        kept = lambda table, budget=budget: torch.tensor(table.allocate(budget)).flatten()
+        least = min(float(spearmanr(kept(a), kept(b)).statistic) for a, b in pairs)
         lines.append(f"- share of each kv head when {budget} is kept: {least:.3f}")
     return lines
 
 
 if __name__ == "__main__":
-    sys.exit(run(study))
+    sys.exit(run(budget_study))

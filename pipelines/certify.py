@@ -1,289 +1,22 @@
-"""Measure a predictor where it will work: in the cache, on text of a source that it was not trained on.
-
-`pipelines.register` does so for every bundle. `python -m pipelines.certify --bundle DIR` measures the ladder of budgets
-which `FadeConfig.risk` climbs, on other or more text.
-"""
+"""What a bundle can answer for: `python -m pipelines.certify --bundle DIR` measures KL at a ladder of budgets."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from fade_runtime import FadeConfig
-from pipelines.cli import run
-from pipelines.evaluation.measure import FULL, Measured, Method, compare
-from predictor.bundle import Predictor, load_bundle
+from pipelines.cli import DEMO_MODEL, run
+from pipelines.evaluation.certificate import HeldOutTexts
+from pipelines.reporting.rows import mean
+from predictor.bundle import load_bundle
 from predictor.certificate import QUANTILE, Rung, upper_bound
 from predictor.errors import FadeError
 
-HEURISTICS = ("position", "h2o", "ema")
-THIS, CLOSED_FORM = "this", "closed form"
-TIE = 0.2  # relative difference of two KLs that a handful of documents cannot tell apart
-TIE_KL, TIE_TOP1 = 0.001, 0.01  # and absolute ones, of KLs in nats and of top-1 agreements
-WHAT = ("kl", "worst_kl", "copy_kl", "top1")
-LADDER = (None, 0.6, 0.43, 0.3, 0.2, 0.15, 0.1)  # budgets of the ladder; None: everything, in 4 bits
-LEAD = 16  # tokens of the repetition that belong to the prompt of a copy
 
-
-@dataclass
-class Figures:
-    """One way to evict, on all texts.
-
-    Attributes:
-        kl, worst_kl: KL(full || evicting) of the next token, nats: mean over texts, and of the worst text.
-        top1: share of steps whose most likely token is the full cache's.
-        copy_kl: KL where the text is a copy of what came before; NaN without such texts.
-        compression: of the cache at the end, as a 16-bit model has it.
-    """
-
-    kl: float
-    worst_kl: float
-    top1: float
-    copy_kl: float
-    compression: float
-
-
-def certify(
-    model: Any,
-    predictor: Predictor,
-    closed_form: Predictor,
-    texts: Sequence[Tensor],
-    *,
-    budget: float,
-    steps: int,
-    on_text: Any = lambda: None,
-) -> dict[str, Figures]:
-    """Compare a predictor with the heuristics, and with the closed form under head budgets of its own, at equal bytes.
-
-    Args:
-        model: the language model, float32.
-        predictor: with its head budgets. closed_form: the untrained network with budgets learned for it.
-        texts: [1, context + steps] token ids each. Every text is measured as it is, and once as the source of a copy.
-        budget: share of the context that is kept in the body. steps: tokens decoded, teacher-forced.
-        on_text: called after each of the ``2 * len(texts)`` comparisons.
-
-    Returns:
-        Figures of :data:`THIS`, :data:`CLOSED_FORM` and each heuristic.
-    """
-    learned = {THIS: predictor, CLOSED_FORM: closed_form}
-    configs = {
-        **{name: FadeConfig(eviction_policy="learned", predictor=each) for name, each in learned.items()},
-        **{name: FadeConfig(eviction_policy=name) for name in HEURISTICS},
-    }
-    methods = [
-        Method(FULL, None),
-        *(Method(n, c.with_options(int4_budget=budget)) for n, c in configs.items()),
-    ]
-    plain: list[list[Measured]] = []
-    copied: list[list[Measured]] = []
-    for tokens in texts:
-        for found, each in ((plain, tokens), (copied, copy_of(tokens, steps))):
-            found.append(compare(model, methods, each, steps))
-            on_text()
-    return {
-        method.name: _figures([rows[index] for rows in plain], [rows[index] for rows in copied])
-        for index, method in enumerate(methods)
-        if method.name != FULL
-    }
-
-
-def measure_ladder(
-    model: Any,
-    predictor: Predictor,
-    texts: Sequence[Tensor],
-    *,
-    steps: int,
-    budgets: Sequence[float | None] = LADDER,
-    on_text: Any = lambda: None,
-) -> list[Rung]:
-    """KL of each text at each budget.
-
-    Args:
-        model: the language model, float32. predictor: with its head budgets.
-        texts: [1, context + steps] token ids each. steps: tokens decoded, teacher-forced.
-        budgets: shares of the context that are kept in the body; None: all of it.
-        on_text: called after each text.
-    """
-    evicting = FadeConfig(eviction_policy="learned", predictor=predictor)
-    configs = [FadeConfig.safe() if b is None else evicting.with_options(int4_budget=b) for b in budgets]
-    methods = [Method(FULL, None), *(Method(str(b), config) for b, config in zip(budgets, configs))]
-    rows: list[list[Measured]] = []
-    for tokens in texts:
-        rows.append(compare(model, methods, tokens, steps, timed=False)[1:])
-        on_text()
-    return [
-        Rung(budget, _compression(column), tuple(_mean(one.kl) for one in column))
-        for budget, column in zip(budgets, map(list, zip(*rows)))
-    ]
-
-
-def copy_of(tokens: Tensor, steps: int) -> Tensor:
-    """A text of the same length whose end repeats its beginning: what a cache must not have forgotten.
-
-    Raises:
-        FadeError: the text is too short for so many steps to be a copy of what came before.
-
-    Example:
-        >>> copy_of(torch.arange(100)[None], steps=4)[0, -22:].tolist()  # the lead is part of the prompt
-        [78, 79, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    """
-    again = LEAD + steps
-    if tokens.shape[1] < 2 * again:
-        raise FadeError(
-            f"context {tokens.shape[1] - steps} is too short for a copy of {steps} steps; "
-            f"use at least {steps + 2 * LEAD}, or fewer steps"
-        )
-    return torch.cat((tokens[:, : tokens.shape[1] - again], tokens[:, :again]), dim=1)
-
-
-def verdict(figures: Mapping[str, Figures]) -> tuple[bool, str]:
-    """Whether a predictor may be promoted, and why.
-
-    It must not be worse than any other way in any figure, and better than every heuristic in at least one; differences
-    under :data:`TIE` (and tiny ones) are ties.
-
-    Example:
-        >>> good, poor = Figures(0.01, 0.02, 0.98, 0.03, 9.0), Figures(0.05, 0.08, 0.93, 1.2, 9.0)
-        >>> verdict({"this": good, "closed form": good, "h2o": poor})
-        (True, 'KL 0.0100 against 0.0500 of h2o, the best heuristic')
-        >>> verdict({"this": poor, "closed form": good, "h2o": poor})
-        (False, 'kl 0.0500 is worse than 0.0100 of closed form')
-    """
-    mine = figures[THIS]
-    for name, other in figures.items():
-        if name == THIS:
-            continue
-        for what in WHAT:
-            ours, theirs = getattr(mine, what), getattr(other, what)
-            if _worse(what, ours, theirs):
-                return False, f"{what} {ours:.4f} is worse than {theirs:.4f} of {name}"
-    name, best = min(((n, f) for n, f in figures.items() if n not in (THIS, CLOSED_FORM)), key=lambda one: one[1].kl)
-    comparison = f"KL {mine.kl:.4f} against {best.kl:.4f} of {name}, the best heuristic"
-    better = any(_worse(what, getattr(best, what), getattr(mine, what)) for what in WHAT)
-    return better, comparison if better else f"{comparison}: nowhere better"
-
-
-@dataclass
-class HeldOutTexts:
-    """Text to measure on, and the language model that reads it.
-
-    Attributes:
-        model: directory or hub id. sources: as for ``collect_traces``. documents: how many.
-        context, steps: tokens of each before decoding starts, and decoded.
-    """
-
-    model: str
-    sources: list[str]
-    documents: int
-    context: int
-    steps: int
-
-    def certificate(
-        self, predictor: Predictor, closed_form: Predictor, budget: float, not_from: Sequence[str]
-    ) -> dict[str, Any]:
-        """Certify, with a progress bar; returns ``figures`` and what they were measured on.
-
-        Raises:
-            FadeError: another model, too little text, or text of a source that was trained on.
-        """
-        from tqdm import tqdm
-
-        lm, texts, sources = self._open(predictor, not_from)
-        with tqdm(total=2 * len(texts), desc="In the cache", unit="text") as bar:
-            figures = certify(lm, predictor, closed_form, texts, budget=budget, steps=self.steps, on_text=bar.update)
-        return {
-            "figures": figures,
-            "documents": len(texts),
-            "sources": ", ".join(sorted(set(sources))),
-            "context": self.context,
-            "steps": self.steps,
-            "budget": budget,
-        }
-
-    def ladder(self, predictor: Predictor, not_from: Sequence[str]) -> dict[str, Any]:
-        """Measure the ladder, with a progress bar; returns it as a certificate holds it.
-
-        Raises:
-            FadeError: another model, too little text, or text of a source that was trained on.
-        """
-        from tqdm import tqdm
-
-        lm, texts, sources = self._open(predictor, not_from)
-        with tqdm(total=len(texts), desc="Ladder of budgets", unit="text") as bar:
-            rungs = measure_ladder(lm, predictor, texts, steps=self.steps, on_text=bar.update)
-        about = {"context": self.context, "steps": self.steps, "texts": sources}
-        return {**about, "rungs": [rung.to_dict() for rung in rungs]}
-
-    def _open(self, predictor: Predictor, not_from: Sequence[str]) -> tuple[Any, list[Tensor], list[str]]:
-        """The language model, the texts' token ids, and the source of each text."""
-        from data.lm import encode, load_lm, refuse_too_long
-        from data.text import load_documents
-
-        lm, tokenizer = load_lm(self.model, "float32")
-        predictor.check(lm)
-        length = self.context + self.steps
-        refuse_too_long(lm, length, f"context {self.context} and steps {self.steps} pass", "lower context")
-        measure = lambda text: len(encode(tokenizer, text))
-        found = load_documents(self.sources, train=0, validation=self.documents, length=length, measure=measure)
-        if seen := sorted({one.source for one in found} & set(not_from)):
-            raise FadeError(f"held_out text {seen[0]} was trained on; name text of another source")
-        texts = [torch.tensor(encode(tokenizer, one.text)[:length])[None] for one in found]
-        return lm, texts, [one.source for one in found]
-
-
-def as_facts(certificate: Mapping[str, Any]) -> dict[str, Any]:
-    """The certificate as JSON."""
-    figures = {
-        name: {key: round(v, 6) for key, v in asdict(one).items()} for name, one in certificate["figures"].items()
-    }
-    return {**certificate, "figures": figures}
-
-
-def _worse(what: str, ours: float, theirs: float) -> bool:
-    if what == "top1":
-        return ours < theirs - TIE_TOP1
-    return ours > theirs * (1 + TIE) + TIE_KL  # false for NaN
-
-
-def _figures(plain: Sequence[Measured], copied: Sequence[Measured]) -> Figures:
-    kls = [_mean(row.kl) for row in plain]
-    return Figures(
-        kl=_mean(kls),
-        worst_kl=max(kls),
-        top1=_mean([_mean(row.agree) for row in plain]),
-        copy_kl=_mean([_mean(row.kl) for row in copied]),
-        compression=_compression(plain),
-    )
-
-
-def _compression(rows: Sequence[Measured]) -> float:
-    return sum(row.full_bytes for row in rows) / sum(row.resident_bytes for row in rows)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def certify_bundle(
-    bundle: str,
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    held_out: list[str] = ["builtin:readmes"],  # noqa: B006
-    documents: int = 24,
-    context: int = 1024,
-    steps: int = 64,
-    confidence: float = 0.95,
-    share: float = QUANTILE,
-) -> None:
-    """Measure KL on held-out texts at a ladder of budgets and write it into a bundle's certificate.
-
-    `FadeConfig.risk(kl=...)` then picks the strongest compression that the certificate answers for. Weights, budgets of
-    heads and provenance stay as they are; the bundle is replaced as a whole or not at all. Prints the ladder with what
-    the given share of such texts stays below at the given confidence.
+@dataclass(frozen=True)
+class CertifySettings:
+    """Options of `pipelines.certify`.
 
     Args:
         bundle: directory of the bundle.
@@ -295,18 +28,59 @@ def certify_bundle(
         confidence: of what is printed.
         share: of texts, of what is printed.
     """
-    if documents < 1 or context < 1 or steps < 2:
-        raise FadeError(f"documents {documents}, context {context}, steps {steps}: use at least 1, 1 and 2")
-    predictor = load_bundle(bundle)
+
+    bundle: str
+    model: str = DEMO_MODEL
+    held_out: list[str] = field(default_factory=lambda: ["builtin:readmes"])
+    documents: int = 24
+    context: int = 1024
+    steps: int = 64
+    confidence: float = 0.95
+    share: float = QUANTILE
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            FadeError: names those that cannot be.
+        """
+        if self.documents < 1 or self.context < 1 or self.steps < 2:
+            raise FadeError(
+                f"documents {self.documents}, context {self.context}, steps {self.steps}: use at least 1, 1 and 2"
+            )
+
+
+def certify_bundle(settings: CertifySettings) -> None:
+    """Measure KL on held-out texts at a ladder of budgets and write it into a bundle's certificate.
+
+    `FadeConfig.risk(kl=...)` then picks the strongest compression that the certificate answers for. Weights, budgets of
+    heads and provenance stay as they are; the bundle is replaced as a whole or not at all. Prints the ladder with what
+    the given share of such texts stays below at the given confidence.
+    """
+    predictor = load_bundle(settings.bundle)
     trained_on = [each.rpartition(" ")[0] for each in str(predictor.manifest.get("sources", "")).split(", ")]
-    measured = HeldOutTexts(model, held_out, documents, context, steps).ladder(predictor, trained_on)
-    predictor.save(bundle, certificate={**(predictor.certificate or {}), "ladder": measured})
-    print(f"{'budget':>8} {'compression':>12} {'KL, mean':>9} {'worst':>8} {f'{share:g} of texts':>14}")
-    for rung in (Rung(**each) for each in measured["rungs"]):
-        bound = upper_bound(rung.kl, share, confidence)
-        kept = "all" if rung.int4_budget is None else f"{rung.int4_budget:.0%}"
-        told = f"< {bound:.4f}" if bound < float("inf") else "unknown"
-        print(f"{kept:>8} {rung.compression:>11.2f}x {_mean(rung.kl):>9.4f} {max(rung.kl):>8.4f} {told:>14}")
+    texts = HeldOutTexts(settings.model, settings.held_out, settings.documents, settings.context, settings.steps)
+    measured = texts.ladder(predictor, trained_on)
+    predictor.save(settings.bundle, certificate={**(predictor.certificate or {}), "ladder": measured})
+    print(ladder_table([Rung(**each) for each in measured["rungs"]], settings.share, settings.confidence))
+
+
+def ladder_table(rungs: Sequence[Rung], quantile: float, confidence: float) -> str:
+    """Lay out the rungs of a ladder for a terminal, with what a quantile of texts stays below.
+
+    Example:
+        >>> print(ladder_table([Rung(None, 3.2, (0.01,) * 14), Rung(0.3, 9.0, (0.1, 0.3))], 0.8, 0.95))
+          budget  compression  KL, mean    worst   0.8 of texts
+             all        3.20x    0.0100   0.0100       < 0.0100
+             30%        9.00x    0.2000   0.3000        unknown
+    """
+    lines = [f"{'budget':>8} {'compression':>12} {'KL, mean':>9} {'worst':>8} {f'{quantile:g} of texts':>14}"]
+    for rung in rungs:
+        bound = upper_bound(rung.kl, quantile, confidence)
+        budget = "all" if rung.int4_budget is None else f"{rung.int4_budget:.0%}"
+        below = f"< {bound:.4f}" if bound < float("inf") else "unknown"
+        lines.append(f"{budget:>8} {rung.compression:>11.2f}x {mean(rung.kl):>9.4f} {max(rung.kl):>8.4f} {below:>14}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

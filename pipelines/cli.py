@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MISTAKES = (FadeError, OSError, argparse.ArgumentError)
 DEBUG = "--debug"
 AGAIN = "run the same command again"
+DEMO_MODEL = "artefacts/models/smollm2-135m-instruct"  # that `pipelines.demo_model` writes
 _CHATTY = (
     "lightning",
     "lightning.pytorch",
@@ -83,7 +84,7 @@ def call(command: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
 def settings_of(command: Callable[..., Any]) -> type | None:
     """The dataclass that is the only parameter of ``command``; None where its parameters are the options."""
-    kinds = [kind for name, kind in get_type_hints(command).items() if name != "return"]
+    kinds: list[type] = [kind for name, kind in get_type_hints(command).items() if name != "return"]
     return kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
 
 
@@ -182,6 +183,11 @@ def one_line(error: BaseException, known: Sequence[str] = ()) -> str:
     if isinstance(error, argparse.ArgumentError):
         return re.sub(r"Parser key \"(\S+)\":", r"option '\1':", message)
     return message
+
+
+def command_line(module: str) -> str:
+    """The command of this process, to be run again."""
+    return " ".join([f"python -m {module}", *sys.argv[1:]])
 
 
 def options_of(parser: ArgumentParser) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from data.plan import CollectSettings
+from pipelines import inspect_traces
 from pipelines.cli import run
 
 
-def collect_traces(**settings: Any) -> None:
+def collect_traces(settings: CollectSettings) -> None:
     """Run a language model over text and record what each kv head attends to.
 
     Each document is a prompt and a continuation, the text's own or the model's, read in one forward pass. Writes
@@ -17,12 +17,12 @@ def collect_traces(**settings: Any) -> None:
 
     What a collection holds: python -m pipelines.collect_traces inspect DIR [--layer N --head N --out PNG]
     """
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only  # five seconds
 
-    from data.collect import collect
+    from data.collect import collect  # lightning too
 
-    done = collect(CollectSettings(**settings))
-    if getattr(rank_zero_only, "rank", 0):  # another process says it
+    done = collect(settings)
+    if getattr(rank_zero_only, "rank", 0):  # another process prints it
         return
     if done.kept:
         print(f"Kept {done.kept} shards that were there already.")
@@ -34,12 +34,10 @@ def collect_traces(**settings: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
-    given = sys.argv[1:] if argv is None else argv
-    if given[:1] == ["inspect"]:
-        from pipelines import inspect_traces
-
-        return inspect_traces.main(given[1:])
-    return run(collect_traces, given, again="run the same command again to continue")
+    args = sys.argv[1:] if argv is None else argv
+    if args[:1] == ["inspect"]:
+        return inspect_traces.main(args[1:])
+    return run(collect_traces, args, again="run the same command again to continue")
 
 
 if __name__ == "__main__":

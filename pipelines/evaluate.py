@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tqdm import tqdm
+
+from data.lm import load_lm, refuse_too_long
+from data.trace import Traces
+from fade_runtime.cache.telemetry import ListExporter
+from fade_runtime.transformers_api import geometry, text_config
 from pipelines import cli
-from pipelines.evaluation.held_out import choose_texts
-from pipelines.evaluation.methods import METHODS, Skipped, check_methods, possible, with_those_able
-from pipelines.evaluation.sizing import Sized, equally_sized, spread, to_fit
+from pipelines.evaluation.held_out import HeldOut, choose_texts
+from pipelines.evaluation.measure import Measured, compare
+from pipelines.evaluation.methods import METHODS, Skipped, available_methods, check_methods, run_without_failing
+from pipelines.evaluation.peer import Peer
+from pipelines.evaluation.peers import versions
+from pipelines.evaluation.report import document_rows, method_rows, report, source_rows, tables
+from pipelines.evaluation.runs import Method, full_bytes_of_token
+from pipelines.evaluation.sizing import Sized, equally_sized, to_fit, with_fitted
+from pipelines.plots import heatmap, occupancy
+from pipelines.plots.heatmap import HeadMap
+from pipelines.plots.quality import quality_against_bytes
+from pipelines.reporting.html import page
+from pipelines.reporting.machine import machine
+from pipelines.reporting.rows import results_folder, write_jsonl
+from predictor.bundle import Predictor
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from fade_runtime.cache.telemetry import ListExporter
-    from pipelines.evaluation.held_out import HeldOut
-    from pipelines.evaluation.measure import Measured, Method
+from predictor.provenance import model_provenance
+from predictor.registry import load_predictor
 
 
-def evaluate(
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    methods: list[str] = list(METHODS),  # noqa: B006
-    configs: dict[str, dict[str, Any]] | None = None,
-    predictors: dict[str, str] | None = None,
-    budget: float = 0.25,
-    traces: str | None = "artefacts/traces/demo",
-    text: list[str] | dict[str, list[str]] | None = None,
-    ratios: list[float] = [],  # noqa: B006
-    documents: int = 3,
-    context: int = 1024,
-    steps: int = 64,
-    speed: bool = True,
-    heatmap_layer: int = 10,
-    heatmap_head: int = 0,
-    out: str = "artefacts/eval/demo",
-    tracking_uri: str | None = None,
-) -> int:
-    """Measure what each cache loses against the full one, what it takes and how fast it decodes.
-
-    Writes results.jsonl, two plots, report.md and report.html, all of them or none, and prints the table: each cache
-    over all texts, then source by source. A method whose package is not installed, or that fails on a text, is named
-    and left out; the exit status is then 2.
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Options of `pipelines.evaluate`.
 
     Args:
         model: directory or hub id of a causal language model, loaded in float32.
@@ -73,151 +68,208 @@ def evaluate(
         out: folder to write; one that is there is replaced at the end.
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
     """
-    configs, predictors = configs or {}, predictors or {}
-    check_methods(methods, configs, predictors, budget)
-    wanted = to_fit(configs, ratios)
-    for option, value, least in (("documents", documents, 1), ("context", context, 1), ("steps", steps, 2)):
-        if value < least:
-            raise FadeError(f"{option} {value} is too small; use at least {least}")
-    if traces is None and not text:
-        raise FadeError("traces and text are both null; name traces, or files to read as text")
 
-    from tqdm import tqdm
+    model: str = cli.DEMO_MODEL
+    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    configs: dict[str, dict[str, Any]] | None = None
+    predictors: dict[str, str] | None = None
+    budget: float = 0.25
+    traces: str | None = "artefacts/traces/demo"
+    text: list[str] | dict[str, list[str]] | None = None
+    ratios: list[float] = field(default_factory=list)
+    documents: int = 3
+    context: int = 1024
+    steps: int = 64
+    speed: bool = True
+    heatmap_layer: int = 10
+    heatmap_head: int = 0
+    out: str = "artefacts/eval/demo"
+    tracking_uri: str | None = None
 
-    from data.lm import load_lm, refuse_too_long
-    from data.trace import Traces
-    from pipelines.evaluation.peers import Peer, versions
-    from pipelines.evaluation.report import document_rows, tables
-    from pipelines.plots import heatmap
-    from pipelines.reporting.machine import machine
-    from predictor.provenance import model_provenance
-    from predictor.registry import load_predictor
+    def __post_init__(self) -> None:
+        """Check the options, before anything is loaded.
 
-    loaded = {name: load_predictor(ref, tracking_uri) for name, ref in predictors.items()}
-    opened = None if traces is None else Traces(traces)
-    lm, tokenizer = load_lm(model, "float32")
-    refuse_too_long(lm, context + steps, f"context {context} and steps {steps} pass", "lower context")
-    for predictor in loaded.values():
-        predictor.check(lm)
+        Raises:
+            FadeError: names the one that cannot be.
+        """
+        check_methods(self.methods, self.configs or {}, self.predictors or {}, self.budget)
+        to_fit(self.configs or {}, self.ratios)
+        for name, least in (("documents", 1), ("context", 1), ("steps", 2)):
+            if getattr(self, name) < least:
+                raise FadeError(f"{name} {getattr(self, name)} is too small; use at least {least}")
+        if self.traces is None and not self.text:
+            raise FadeError("traces and text are both null; name traces, or files to read as text")
+
+
+def evaluate(settings: EvaluateSettings) -> int:
+    """Measure what each cache loses against the full one, what it takes and how fast it decodes.
+
+    Writes results.jsonl, two plots, report.md and report.html, all of them or none, and prints the table: each cache
+    over all texts, then source by source. A method whose package is not installed, or that fails on a text, is named
+    and left out; the exit status is then 2.
+    """
+    predictors = {name: load_predictor(ref, settings.tracking_uri) for name, ref in (settings.predictors or {}).items()}
+    traces = None if settings.traces is None else Traces(settings.traces)
+    lm, tokenizer = load_lm(settings.model, "float32")
+    check_model(lm, predictors, settings)
+    texts = read_texts(settings, traces, tokenizer)
     skipped = Skipped()
-    texts = choose_texts(opened if not text else None, text or [], documents, context, steps, tokenizer)
-    sized: list[Sized] = []
-    if wanted:
-        print("Setting what is to be of equal size", file=sys.stderr)
-        methods, sized = equally_sized(lm, methods, configs, loaded, wanted, texts[0].tokens, steps, skipped)
-        methods, configs = spread(methods, configs, sized)
-    chosen = possible(methods, configs, loaded, budget, skipped)
-    total = len(texts) * len(chosen) * (1 + steps)
-    with tqdm(total=total, unit="step", desc="Evaluating", mininterval=1) as bar:
-        measured: list[list[Measured]] = []
-        told: dict[str, ListExporter] = {}
-        for one in texts:
-            bar.set_postfix_str(one.source)
-            first = told if one is texts[0] and not speed else None  # telemetry takes time
-            measured.append(measure(lm, chosen, one, steps, speed, skipped, bar.update, first))
-    left = {method.name for method in chosen}
-    measured = [[row for row in rows if row.name in left] for rows in measured]
-
-    run: dict[str, Any] = {
-        "kind": "run",
-        "command": " ".join(["python -m pipelines.evaluate", *sys.argv[1:]]),
-        "settings": {
-            "model": model,
-            "methods": methods,
-            "configs": configs,
-            "predictors": predictors,
-            "budget": budget,
-            "traces": traces,
-            "text": text,
-            "context": context,
-            "steps": steps,
-            "speed": speed,
-        },
-        "skipped": skipped.lines,
-        "failed": skipped.failed,
-        "sized": [asdict(one) for one in sized],
-        "texts": [{"document": one.id, "source": one.source} for one in texts],
-        "machine": machine(),
-        "peers": versions(method.config for method in chosen if isinstance(method.config, Peer)),
-        "model": model_provenance(lm, tokenizer),
-    }
-    rows = document_rows(run["texts"], measured)
-    held = occupied(lm, told, steps)
-    picture = None if opened is None else heatmap.head_map(opened, loaded, heatmap_layer, heatmap_head)
-    write_results(Path(out), run, rows, picture, held)
-    print(f"\n{tables(rows, skipped.failed)}\n\nReport: {out}/report.html")
+    plan = plan_methods(settings, lm, predictors, texts[0], skipped)
+    measured, telemetry = measure_texts(lm, plan.methods, texts, settings, skipped)
+    run = run_row(settings, plan, texts, skipped)
+    run["model"] = model_provenance(lm, tokenizer)
+    documents = document_rows(run["texts"], measured)
+    occupied = occupancy_of(lm, telemetry, settings.steps)
+    head = (
+        None if traces is None else heatmap.head_map(traces, predictors, settings.heatmap_layer, settings.heatmap_head)
+    )
+    write_results(Path(settings.out), run, documents, head, occupied)
+    print(f"\n{tables(documents, skipped.failed)}\n\nReport: {settings.out}/report.html")
     return skipped.status
+
+
+def check_model(lm: Any, predictors: Mapping[str, Predictor], settings: EvaluateSettings) -> None:
+    """Refuse texts that are too long for the model, and predictors of another one.
+
+    Raises:
+        FadeError: names the options, or the predictor.
+    """
+    context, steps = settings.context, settings.steps
+    refuse_too_long(lm, context + steps, f"context {context} and steps {steps} pass", "lower context")
+    for predictor in predictors.values():
+        predictor.check(lm)
+
+
+def read_texts(settings: EvaluateSettings, traces: Traces | None, tokenizer: Any) -> list[HeldOut]:
+    """The texts that are named, or else the validation documents of the traces."""
+    source = None if settings.text else traces
+    return choose_texts(source, settings.text or [], settings.documents, settings.context, settings.steps, tokenizer)
+
+
+@dataclass
+class Plan:
+    """What is going to be measured.
+
+    Attributes:
+        names, configs: as in the settings, with each fitted configuration in place of its pattern.
+        sized: what was fitted. methods: those that can run; one that fails later leaves the list.
+    """
+
+    names: list[str]
+    configs: dict[str, dict[str, Any]]
+    sized: list[Sized]
+    methods: list[Method]
+
+
+def plan_methods(
+    settings: EvaluateSettings, lm: Any, predictors: Mapping[str, Predictor], text: HeldOut, skipped: Skipped
+) -> Plan:
+    """Set what is to be of equal size, on one text, and make the methods that can run here."""
+    names, configs = settings.methods, settings.configs or {}
+    sized: list[Sized] = []
+    if targets := to_fit(configs, settings.ratios):
+        print("Setting what is to be of equal size", file=sys.stderr)
+        names, sized = equally_sized(lm, names, configs, predictors, targets, text.tokens, settings.steps, skipped)
+        names, configs = with_fitted(names, configs, sized)
+    methods = available_methods(names, configs, predictors, settings.budget, skipped)
+    return Plan(names, configs, sized, methods)
+
+
+def measure_texts(
+    lm: Any, methods: list[Method], texts: Sequence[HeldOut], settings: EvaluateSettings, skipped: Skipped
+) -> tuple[list[list[Measured]], dict[str, ListExporter]]:
+    """Compare methods on every text, with a progress bar; those that fail on one are left out of all.
+
+    Returns:
+        For each text the methods in order, and the telemetry of each tiered cache on the first text (no speed asked).
+    """
+    telemetry: dict[str, ListExporter] = {}
+    measured = []
+    total = len(texts) * len(methods) * (1 + settings.steps)
+    with tqdm(total=total, unit="step", desc="Evaluating", mininterval=1) as bar:
+        for text in texts:
+            bar.set_postfix_str(text.source)
+            exported = telemetry if text is texts[0] and not settings.speed else None  # telemetry takes time
+            measured.append(measure(lm, methods, text, settings, skipped, bar.update, exported))
+    left = {method.name for method in methods}
+    return [[row for row in rows if row.name in left] for rows in measured], telemetry
 
 
 def measure(
     lm: Any,
-    able: list[Method],
+    methods: list[Method],
     text: HeldOut,
-    steps: int,
-    speed: bool,
+    settings: EvaluateSettings,
     skipped: Skipped,
-    on_step: Callable[[], None] = lambda: None,
-    told: dict[str, ListExporter] | None = None,
+    on_step: Callable[[], Any] = lambda: None,
+    telemetry: dict[str, ListExporter] | None = None,
 ) -> list[Measured]:
-    """Compare methods on one text; other projects' that fail on it leave ``able`` and are skipped."""
-    from pipelines.evaluation.measure import compare
-
-    return with_those_able(
-        able,
-        lambda able: compare(lm, able, text.tokens, steps, on_step, timed=speed, told=told),
-        lambda one, error: skipped.add(f"{one.name} on {text.id}: {error}", one.name),
+    """Compare methods on one text; other projects' that fail on it leave ``methods`` and are skipped."""
+    return run_without_failing(
+        methods,
+        lambda methods: compare(
+            lm, methods, text.tokens, settings.steps, on_step, timed=settings.speed, telemetry=telemetry
+        ),
+        lambda method, error: skipped.add(f"{method.name} on {text.id}: {error}", method.name),
     )
 
 
-def occupied(lm: Any, told: Mapping[str, ListExporter], steps: int) -> list[dict[str, Any]]:
-    """Rows of :func:`pipelines.plots.occupancy.occupancy_rows` for each tiered cache."""
-    from fade_runtime.transformers_api import geometry, text_config
-    from pipelines.plots.occupancy import occupancy_rows
+def run_row(settings: EvaluateSettings, plan: Plan, texts: Sequence[HeldOut], skipped: Skipped) -> dict[str, Any]:
+    """The first row of the results: settings, what was fitted and skipped, texts, machine."""
+    names = ("model", "methods", "configs", "predictors", "budget", "traces", "text", "context", "steps", "speed")
+    fitted = {"methods": plan.names, "configs": plan.configs, "predictors": settings.predictors or {}}
+    return {
+        "kind": "run",
+        "command": cli.command_line("pipelines.evaluate"),
+        "settings": {name: getattr(settings, name) for name in names} | fitted,
+        "skipped": skipped.lines,
+        "failed": skipped.failed,
+        "sized": [asdict(one) for one in plan.sized],
+        "texts": [{"document": text.id, "source": text.source} for text in texts],
+        "machine": machine(),
+        "peers": versions(method.config for method in plan.methods if isinstance(method.config, Peer)),
+    }
 
-    config = text_config(lm)
-    heads, dim = geometry(config)
-    full = 2 * 2 * config.num_hidden_layers * heads * dim
-    return [row for name, each in told.items() for row in occupancy_rows(name, each.events, heads, full, steps)]
+
+def occupancy_of(lm: Any, telemetry: Mapping[str, ListExporter], steps: int) -> list[dict[str, Any]]:
+    """Rows of :func:`pipelines.plots.occupancy.occupancy_rows` for each tiered cache."""
+    heads, _ = geometry(text_config(lm))
+    full = full_bytes_of_token(lm)
+    return [
+        row
+        for name, exporter in telemetry.items()
+        for row in occupancy.occupancy_rows(name, exporter.events, heads, full, steps)
+    ]
 
 
 def write_results(
-    out: Path, run: dict[str, Any], documents: list[dict[str, Any]], picture: Any, held: Sequence[dict[str, Any]] = ()
+    out: Path,
+    run: dict[str, Any],
+    documents: list[dict[str, Any]],
+    head: HeadMap | None,
+    occupied: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Write the folder of results, whole or not at all.
 
     Raises:
         FadeError: there is a folder that is no evaluation's.
     """
-    from pipelines.evaluation.report import method_rows, report, source_rows
-    from pipelines.plots import heatmap, occupancy
-    from pipelines.plots.quality import quality_against_bytes
-    from pipelines.reporting.html import page
-    from pipelines.reporting.rows import write_jsonl
-    from predictor.files import write_aside
-
-    if out.is_dir() and any(out.iterdir()) and not (out / "results.jsonl").is_file():
-        raise FadeError(f"out {out} is there and holds other files; name another folder")
-    methods = method_rows(documents)
-    plots = {"quality.png": "KL to the full cache against resident bytes; lines go up to the worst text."}
-    with write_aside(out) as aside:
-        aside.mkdir()
-        settings = run["settings"]
-        quality_against_bytes(
-            aside / "quality.png",
-            methods,
-            f"{Path(settings['model']).name}, {settings['context']:,} tokens",
-        )
-        if picture is not None:
+    methods, settings = method_rows(documents), run["settings"]
+    with results_folder(out) as folder:
+        title = f"{Path(settings['model']).name}, {settings['context']:,} tokens"
+        quality_against_bytes(folder / "quality.png", methods, title)
+        plots = {"quality.png": "KL to the full cache against resident bytes; lines go up to the worst text."}
+        if head is not None:
             plots["attention.png"] = "Recorded attention, its forecast, and the mean of both over the steps."
-            heatmap.draw(aside / "attention.png", picture)
-        if held:
-            text = run["texts"][0]["document"]
-            plots["occupancy.png"] = f"Tokens of a kv head in each tier while {text} is decoded, and bytes."
-            occupancy.draw(aside / "occupancy.png", held, "Where the tokens are")
-        write_jsonl(aside / "results.jsonl", [run, *documents, *methods, *source_rows(documents), *held])
+            heatmap.draw(folder / "attention.png", head)
+        if occupied:
+            first = run["texts"][0]["document"]
+            plots["occupancy.png"] = f"Tokens of a kv head in each tier while {first} is decoded, and bytes."
+            occupancy.draw(folder / "occupancy.png", occupied, "Where the tokens are")
+        write_jsonl(folder / "results.jsonl", [run, *documents, *methods, *source_rows(documents), *occupied])
         text = report(run, documents, plots)
-        (aside / "report.md").write_text(text, encoding="utf-8")
-        (aside / "report.html").write_text(page(text, aside), encoding="utf-8")
+        (folder / "report.md").write_text(text, encoding="utf-8")
+        (folder / "report.html").write_text(page(text, folder), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

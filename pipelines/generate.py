@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.reading import proper, read_text
-from pipelines import cli
-from predictor.errors import FadeError
+from transformers import TextStreamer
 
-PRESETS = ("safe", "balanced", "aggressive")
+from data.lm import encode, load_lm
+from data.reading import proper, read_text
+from data.text import load_documents
+from fade_runtime import FadeConfig, JsonlExporter, attach_telemetry, create_tiered_cache
+from fade_runtime.transformers_api import forward_kwargs
+from pipelines import cli
+from pipelines.evaluation.methods import check_preset, from_preset
+from pipelines.integrations.guard_progress import Exporters, MlflowMetrics, ProgressLine, report_line
+from predictor.bundle import Predictor
+from predictor.errors import FadeError
+from predictor.registry import load_predictor
+
 QUESTION = "\n\nIn two sentences: what is the text above about?"
 
 
-def generate(
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    predictor: str | None = None,
-    preset: str | None = None,
-    policy: str | None = None,
-    budget: int | float | None = None,
-    memory: str | float | None = None,
-    max_kl: float | None = None,
-    guard: str = "off",
-    spill: str = "none",
-    spill_dir: Path | None = None,
-    monitor_every: int | None = None,
-    log_guard: bool = False,
-    prompt: str | None = None,
-    prompt_file: Path | None = None,
-    prompt_tokens: int = 1024,
-    max_new_tokens: int = 64,
-    dtype: str = "bfloat16",
-    tracking_uri: str | None = None,
-    telemetry: Path | None = None,
-) -> None:
-    """Generate text with a tiered cache and report what it saved.
+@dataclass(frozen=True)
+class GenerateSettings:
+    """Options of `pipelines.generate`.
 
     Args:
         model: directory or hub id of a causal language model.
@@ -53,7 +44,7 @@ def generate(
         spill_dir: folder for spill disk.
         monitor_every: tokens in which the guard looks at each layer once.
         log_guard: log its figures to MLflow, experiment "fade-guard", under tracking_uri.
-        prompt: the text to answer. By default a long text of the built-in corpus is asked about.
+        prompt: the text to answer. By default a long text of the built-in corpus, and a question about it.
         prompt_file: file to read the prompt from.
         prompt_tokens: length of the built-in text.
         max_new_tokens: at most this many tokens are generated, greedily.
@@ -61,102 +52,126 @@ def generate(
         tracking_uri: where names are looked up and figures logged; default MLFLOW_TRACKING_URI, then the demo's store.
         telemetry: file that gets a line of JSON for each reassignment of each layer: tokens per tier, bytes, time.
     """
-    from data.lm import load_lm
-    from fade_runtime import JsonlExporter, attach_telemetry, create_tiered_cache
-    from fade_runtime.transformers_api import forward_kwargs
-    from pipelines.integrations import guard_progress as live
 
-    if max_new_tokens < 1:
-        raise FadeError(f"max_new_tokens {max_new_tokens} generates nothing; give at least 1")
-    resolved = _resolve(predictor, tracking_uri)
-    config = choose_config(resolved, preset, policy, budget, memory=memory, max_kl=max_kl)
-    config = guarded(config, guard, spill, spill_dir, monitor_every)
-    if log_guard and guard == "off":
+    model: str = cli.DEMO_MODEL
+    predictor: str | None = None
+    preset: str | None = None
+    policy: str | None = None
+    budget: int | float | None = None
+    memory: str | float | None = None
+    max_kl: float | None = None
+    guard: str = "off"
+    spill: str = "none"
+    spill_dir: Path | None = None
+    monitor_every: int | None = None
+    log_guard: bool = False
+    prompt: str | None = None
+    prompt_file: Path | None = None
+    prompt_tokens: int = 1024
+    max_new_tokens: int = 64
+    dtype: str = "bfloat16"
+    tracking_uri: str | None = None
+    telemetry: Path | None = None
+
+    def load_predictor(self) -> Predictor | None:
+        """The predictor, if one is named."""
+        return None if self.predictor is None else load_predictor(self.predictor, tracking_uri=self.tracking_uri)
+
+
+def generate(settings: GenerateSettings) -> None:
+    """Generate text with a tiered cache and report what it saved."""
+    if settings.max_new_tokens < 1:
+        raise FadeError(f"max_new_tokens {settings.max_new_tokens} generates nothing; give at least 1")
+    predictor = settings.load_predictor()  # before the model: a wrong name costs no time
+    config = with_guard(choose_config(settings, predictor), settings)
+    if settings.log_guard and settings.guard == "off":
         raise FadeError("log_guard has nothing to log; add --guard rollback or --guard warn")
-    given = read_prompt(prompt, prompt_file)
-    exporters: list[Any] = [] if telemetry is None else [JsonlExporter(telemetry)]
-    lm, tokenizer = load_lm(model, dtype)
-    text = given or builtin_prompt(tokenizer, prompt_tokens)
-    inputs = chat_inputs(tokenizer, text)
-
+    text = read_prompt(settings.prompt, settings.prompt_file)
+    events = None if settings.telemetry is None else JsonlExporter(settings.telemetry)
+    lm, tokenizer = load_lm(settings.model, settings.dtype)
+    inputs = chat_inputs(tokenizer, text or builtin_prompt(tokenizer, settings.prompt_tokens))
     cache = create_tiered_cache(lm, config=config)
-    if guard != "off":
-        exporters.append(live.LiveLine())
-    metrics = None
-    if log_guard:
-        metrics = live.MlflowMetrics(tracking_uri, config.monitor_every, {"cache": describe(config)})
-        exporters.append(metrics)
-    if exporters:
-        attach_telemetry(cache, live.Several(exporters))
-    streamer = timed_streamer(tokenizer)
-    length = inputs["input_ids"].shape[1]
-    print(f"prompt: {length:,} tokens; cache: {describe(config)}\n", flush=True)
+    line, metrics = ProgressLine() if settings.guard != "off" else None, guard_metrics(settings, config)
+    if exporters := [each for each in (events, line, metrics) if each is not None]:
+        attach_telemetry(cache, Exporters(exporters))
+    print(f"prompt: {inputs['input_ids'].shape[1]:,} tokens; cache: {describe(config)}\n", flush=True)
+    streamer = TimedStreamer(tokenizer)
     lm.generate(
         **inputs,
         **forward_kwargs(cache, lm),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
         do_sample=False,
         streamer=streamer,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
-    print(f"\n{summary(cache.memory_report(), dtype)}\n{streamer.summary()}")
-    if guard != "off":
-        print(live.report_line(cache.monitor.report()))
+    print(f"\n{summary(cache.memory_report(), settings.dtype)}\n{streamer.summary()}")
+    if settings.guard != "off":
+        print(report_line(cache.monitor.report()))
     if metrics is not None:
         metrics.close()
 
 
-def choose_config(
-    predictor: Any,
-    preset: str | None,
-    policy: str | None,
-    budget: int | float | None,
-    *,
-    memory: str | float | None = None,
-    max_kl: float | None = None,
-) -> Any:
-    """The FadeConfig that the options of `generate` ask for.
+def guard_metrics(settings: GenerateSettings, config: FadeConfig) -> MlflowMetrics | None:
+    """A run in MLflow for the guard's figures, if they are to be logged."""
+    if not settings.log_guard:
+        return None
+    return MlflowMetrics(settings.tracking_uri, config.monitor_every, {"cache": describe(config)})
+
+
+def choose_config(settings: GenerateSettings, predictor: Predictor | str | None) -> FadeConfig:
+    """The FadeConfig that the options ask for, without its guard.
+
+    Args:
+        settings: of which preset, policy, budget, memory and max_kl count. predictor: a loaded one.
 
     Raises:
         FadeError: options that contradict each other, or are not known.
     """
-    from fade_runtime import FadeConfig
-
-    sizes = {"preset": preset, "budget": budget, "memory": memory, "max_kl": max_kl}
-    if len(given := [name for name, value in sizes.items() if value is not None]) > 1 and given != ["preset", "budget"]:
-        raise FadeError(f"{' and '.join(given)} exclude each other; drop all but one")
-    if max_kl is not None:
+    policy, budget = settings.policy, settings.budget
+    sizes = [name for name in ("preset", "budget", "memory", "max_kl") if getattr(settings, name) is not None]
+    if len(sizes) > 1 and sizes != ["preset", "budget"]:
+        raise FadeError(f"{' and '.join(sizes)} exclude each other; drop all but one")
+    if settings.max_kl is not None:
         if policy not in (None, "learned"):
             raise FadeError(f"max_kl is certified for policy 'learned'; drop policy {policy!r}")
-        return FadeConfig.risk(kl=max_kl, predictor=predictor)
-    plain = predictor is None and policy is None and budget is None and memory is None
-    preset = preset or ("safe" if plain else "balanced")
-    if preset not in PRESETS:
-        raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
+        return FadeConfig.risk(kl=settings.max_kl, predictor=predictor)
+    plain = predictor is None and policy is None and budget is None and settings.memory is None
+    preset = settings.preset or ("safe" if plain else "balanced")
+    check_policy(preset, policy, predictor)
+    options: dict[str, Any] = {} if budget is None else {"int4_budget": budget}
+    if preset == "safe":
+        return FadeConfig.safe(**options)
+    if settings.memory is not None:
+        options = {"memory": settings.memory, "int4_budget": None}
+    if policy not in (None, "learned"):
+        options["eviction_policy"] = policy
+    return from_preset(preset, {"predictor": predictor, **options})
+
+
+def check_policy(preset: str, policy: str | None, predictor: Predictor | str | None) -> None:
+    """Refuse a preset, a policy and a predictor that do not go together.
+
+    Raises:
+        FadeError: names them.
+    """
+    check_preset(preset)
     if policy == "learned" and predictor is None:
         raise FadeError("policy 'learned' needs a predictor; add --predictor models:/NAME@champion")
     if predictor is not None and policy not in (None, "learned", "fastgen"):
         raise FadeError(f"policy {policy!r} and a predictor exclude each other; drop one of them")
-    if preset == "safe":
-        if given := [name for name, value in {"predictor": predictor, "policy": policy}.items() if value]:
-            raise FadeError(f"preset 'safe' evicts nothing, so {given[0]} has no use; take preset 'balanced'")
-        return FadeConfig.safe(**({} if budget is None else {"int4_budget": budget}))
-    options: dict[str, Any] = {} if budget is None else {"int4_budget": budget}
-    if memory is not None:
-        options = {"memory": memory, "int4_budget": None}
-    if policy not in (None, "learned"):
-        options["eviction_policy"] = policy
-    return getattr(FadeConfig, preset)(predictor=predictor, **options)
+    evicting = [name for name, value in {"predictor": predictor, "policy": policy}.items() if value]
+    if preset == "safe" and evicting:
+        raise FadeError(f"preset 'safe' evicts nothing, so {evicting[0]} has no use; take preset 'balanced'")
 
 
-def guarded(config: Any, guard: str, spill: str, spill_dir: Path | None, monitor_every: int | None) -> Any:
-    """The same FadeConfig with a guard.
+def with_guard(config: FadeConfig, settings: GenerateSettings) -> FadeConfig:
+    """The same FadeConfig with the guard of the settings.
 
     Raises:
         FadeError: options that FadeConfig refuses.
     """
-    every = {} if monitor_every is None else {"monitor_every": monitor_every}
-    return config.with_options(guard=guard, spill=spill, spill_dir=spill_dir, **every)
+    every = {} if settings.monitor_every is None else {"monitor_every": settings.monitor_every}
+    return config.with_options(guard=settings.guard, spill=settings.spill, spill_dir=settings.spill_dir, **every)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
@@ -176,9 +191,6 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 
 def builtin_prompt(tokenizer: Any, tokens: int) -> str:
     """A text of the built-in corpus of about ``tokens`` tokens, and a question about it."""
-    from data.lm import encode
-    from data.text import load_documents
-
     if tokens < 1:
         raise FadeError(f"prompt_tokens {tokens} is no length; give at least 1")
     document = load_documents(
@@ -188,7 +200,7 @@ def builtin_prompt(tokenizer: Any, tokens: int) -> str:
 
 
 def chat_inputs(tokenizer: Any, text: str) -> dict[str, Any]:
-    """Token ids and mask of a prompt, in the model's chat format if it has one."""
+    """Token ids [1, S] and mask [1, S] of a prompt, in the model's chat format if it has one."""
     if tokenizer.chat_template is None:
         return dict(tokenizer(text, return_tensors="pt"))
     return dict(
@@ -201,16 +213,22 @@ def chat_inputs(tokenizer: Any, text: str) -> dict[str, Any]:
     )
 
 
-def describe(config: Any) -> str:
-    """What a FadeConfig does, in a few words."""
+def describe(config: FadeConfig) -> str:
+    """What a FadeConfig does, in some words.
+
+    Example:
+        >>> describe(FadeConfig(int4_budget=0.25))
+        "first 4 and last 64 tokens exact, of the others 25% of the context kept in 4 bits, chosen by policy 'h2o'"
+    """
     exact = f"first {config.n_sink} and last {config.recent_window} tokens exact, "
+    budget = config.int4_budget
     if config.memory is not None:
         room = f"{config.memory:.0%} of the free memory" if isinstance(config.memory, float) else config.memory
-        return f"{exact}of the others what fits {room} kept in 4 bits, chosen by policy {config.eviction_policy!r}"
-    if config.int4_budget is None:
+        kept = f"what fits {room}"
+    elif budget is None:
         return exact + "all others in 4 bits, nothing evicted"
-    share = config.int4_budget
-    kept = f"{share:.0%} of the context" if isinstance(share, float) else f"{share:,} tokens"
+    else:
+        kept = f"{budget:.0%} of the context" if isinstance(budget, float) else f"{budget:,} tokens"
     return f"{exact}of the others {kept} kept in 4 bits, chosen by policy {config.eviction_policy!r}"
 
 
@@ -223,36 +241,25 @@ def summary(report: dict[str, Any], dtype: str) -> str:
     return f"cache: {resident:.2f} MiB resident{waits}, {full:.2f} MiB if full in {dtype}: {times}"
 
 
-def timed_streamer(tokenizer: Any) -> Any:
+class TimedStreamer(TextStreamer):
     """A streamer that prints tokens as they come and knows when they came."""
-    from transformers import TextStreamer
 
-    class TimedStreamer(TextStreamer):
-        def __init__(self) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.times: list[float] = []
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.times: list[float] = []
 
-        def put(self, value: Any) -> None:
-            self.times.append(time.perf_counter())  # first the prompt, then one token at a time
-            super().put(value)
+    def put(self, value: Any) -> None:
+        """Take in the prompt, then one token at a time."""
+        self.times.append(time.perf_counter())
+        super().put(value)
 
-        def summary(self) -> str:
-            start, *rest = self.times
-            line = f"first token after {rest[0] - start:.2f} s"
-            if len(rest) < 2:
-                return line
-            return f"{line}, then {(len(rest) - 1) / (rest[-1] - rest[0]):.1f} tokens/s ({len(rest)} tokens)"
-
-    return TimedStreamer()
-
-
-def _resolve(predictor: str | None, tracking_uri: str | None) -> Any:
-    """Load the predictor up front, so that a wrong name is told before the model is loaded."""
-    if predictor is None:
-        return None
-    from predictor.registry import load_predictor
-
-    return load_predictor(predictor, tracking_uri=tracking_uri)
+    def summary(self) -> str:
+        """When the first token came, and how many a second after it."""
+        start, *rest = self.times
+        line = f"first token after {rest[0] - start:.2f} s"
+        if len(rest) < 2:
+            return line
+        return f"{line}, then {(len(rest) - 1) / (rest[-1] - rest[0]):.1f} tokens/s ({len(rest)} tokens)"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from data.contents import Contents, FarAttention, contents_of, far_attention
+from data.trace import Traces
 from pipelines.cli import run
+from pipelines.plots.heatmap import draw, head_map
+from pipelines.reporting.tables import plain_table
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from data.contents import Contents, FarAttention
 
 
 def inspect_traces(
@@ -32,12 +32,9 @@ def inspect_traces(
     Raises:
         FadeError: no collection, a damaged one, or a layer and head that it does not hold.
     """
-    from data.contents import contents_of, far_attention
-    from data.trace import Traces
-
-    found = contents_of(folder)
-    print(summary(folder, found))
-    if not found.manifest["complete"]:
+    contents = contents_of(folder)
+    print(summary(folder, contents))
+    if not contents.manifest["complete"]:
         if layer is not None:
             raise FadeError(
                 f"traces in {folder} are unfinished; run python -m pipelines.collect_traces again before you draw"
@@ -53,41 +50,41 @@ def inspect_traces(
         )
     print(f"\n{far_table(heads[:top])}")
     if layer is not None:
-        from pipelines.plots.heatmap import draw, head_map
-
         out.parent.mkdir(parents=True, exist_ok=True)
         draw(out, head_map(traces, {}, layer, head))
         print(f"\nAttention of layer {layer}, kv head {head}: {out}")
 
 
-def summary(folder: str, found: Contents) -> str:
+def summary(folder: str, contents: Contents) -> str:
     """Facts and the table of documents, as text."""
-    manifest = found.manifest
+    manifest = contents.manifest
     settings, corpus = manifest["settings"], manifest["corpus"]["sha256"]
     planned, documents = len(manifest["shards"]), manifest["documents"]
     tokens = sum(one["tokens"] for one in documents)
     state = "complete" if manifest["complete"] else "unfinished"
     lines = [
-        f"{folder}: {state}, {found.shards} of {planned} shards, {found.rows:,} rows, {found.bytes / 1e6:.1f} MB",
+        f"{folder}: {state}, {contents.shards} of {planned} shards, {contents.rows:,} rows, "
+        f"{contents.bytes / 1e6:.1f} MB",
         f"model     {_model(manifest)}",
         f"text      {len(documents)} documents, {tokens:,} tokens, corpus {corpus[:12]}",
         f"settings  window {settings['window']}, block {settings['block']}, future {settings['future']}, "
         f"continuation {settings.get('continuation', 'text')}, template {settings.get('template', 'auto')}, "
         f"seed {settings['seed']}, schema {manifest['schema_version']}",
         "",
-        _table(
+        plain_table(
             ("source", "split", "documents", "shortest prompt", "median", "longest"),
             [
                 (
                     one.source,
                     one.split,
-                    one.documents,
+                    str(one.documents),
                     f"{one.shortest:,}",
                     f"{one.median:,.0f}",
                     f"{one.longest:,}",
                 )
-                for one in found.groups
+                for one in contents.groups
             ],
+            words=2,
         ),
     ]
     return "\n".join(lines)
@@ -95,9 +92,10 @@ def summary(folder: str, found: Contents) -> str:
 
 def far_table(heads: list[FarAttention]) -> str:
     """The heads that look farthest back, as a table."""
-    return "Most retrieval-like heads (far: not the first 4 tokens, not the last 64 of the prompt)\n" + _table(
+    return "Most retrieval-like heads (far: not the first 4 tokens, not the last 64 of the prompt)\n" + plain_table(
         ("layer", "kv head", "far tokens looked up", "attention far back"),
-        [(one.layer, one.head, f"{one.looked_up:.2f}", f"{one.fraction:.1%}") for one in heads],
+        [(str(one.layer), str(one.head), f"{one.looked_up:.2f}", f"{one.fraction:.1%}") for one in heads],
+        words=2,
     )
 
 
@@ -111,22 +109,12 @@ def _model(manifest: dict) -> str:
     return ", ".join(parts)
 
 
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    cells = [header, *(tuple(map(str, row)) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-        for row in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the folder may stand first, without its name."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given and not given[0].startswith("-"):
-        given[0] = f"--folder={given[0]}"
-    return run(inspect_traces, given)
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and not args[0].startswith("-"):
+        args[0] = f"--folder={args[0]}"
+    return run(inspect_traces, args)
 
 
 if __name__ == "__main__":

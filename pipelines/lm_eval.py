@@ -11,21 +11,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from data.lm import copy_off_memory_map
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
 from pipelines import cli
-from pipelines.evaluation.measure import Run
+from pipelines.evaluation.runs import Run
 from pipelines.integrations.presets import read_config
+from predictor.bundle import Predictor
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from predictor.bundle import Predictor
 
 NAME = "fade"
 OPTIONS = {each.name for each in fields(FadeConfig)} - {"tokenizer"}  # which lm-eval takes
@@ -46,8 +45,8 @@ def score(
         continuations: token ids, at least one each.
 
     Returns:
-        For each continuation its log-probability in nats, and whether greedy decoding would have said it; the memory
-        report of the cache that read the last one.
+        For each continuation its log-probability in nats, and whether greedy decoding would have generated it; the
+        memory report of the cache that read the last one.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,23 +57,23 @@ def score(
         [True, True]
     """
 
-    def row(tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], device=model.device)
+    def batch(tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=model.device)  # [1, n]
 
     with torch.inference_mode():
         run = Run(model, config)
-        *head, last = context
-        if head:
-            run.feed(row(head))
-            run.seen = len(head)
-        first = run.follow(row([last])) if head else run.feed(row([last]))
+        *prompt, last = context
+        if prompt:
+            run.feed(batch(prompt))
+            run.seen = len(prompt)
+        first = run.follow(batch([last])) if prompt else run.feed(batch([last]))  # [1, V]
         answers, branch = [], run
         for tokens in continuations:
             branch = run.copied() if len(tokens) > 1 else run
-            rest = branch.follow(row(tokens[:-1])) if len(tokens) > 1 else first[:0]
-            logits, wanted = torch.cat((first, rest)), row(tokens)[0]
-            likely = logits.float().log_softmax(-1).gather(1, wanted[:, None]).sum()
-            answers.append((float(likely), bool((logits.argmax(-1) == wanted).all())))
+            rest = branch.follow(batch(tokens[:-1])) if len(tokens) > 1 else first[:0]
+            logits, target = torch.cat((first, rest)), batch(tokens)[0]  # [n, V], [n]
+            logprob = logits.float().log_softmax(-1).gather(1, target[:, None]).sum()
+            answers.append((float(logprob), bool((logits.argmax(-1) == target).all())))
         return answers, branch.cache.memory_report()
 
 
@@ -127,8 +126,6 @@ class Tiered:
         Raises:
             FadeError: a continuation of no token, or of more than ``max_length``, which HFLM refuses too.
         """
-        from tqdm import tqdm
-
         for _, _, continuation in requests:  # before any is scored
             if not 1 <= len(continuation) <= self.max_length:
                 raise FadeError(
@@ -143,10 +140,10 @@ class Tiered:
             by_context.setdefault(tuple(context[-room:]), []).append(index)
         answers: list[Any] = [None] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring over the tiered cache") as bar:
-            for head, indices in by_context.items():
-                found, report = score(self.model, self.fade_config, head, [requests[i][2] for i in indices])
+            for cut, indices in by_context.items():
+                scored, report = score(self.model, self.fade_config, cut, [requests[i][2] for i in indices])
                 self._count(report)
-                for index, answer in zip(indices, found):
+                for index, answer in zip(indices, scored):
                     answers[index] = answer
                     if requests[index][0] is not None:  # a window of a rolling request has no name
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
@@ -154,13 +151,13 @@ class Tiered:
         return answers
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        """Generate for a batch of prompts [B, S] with a cache of its own."""
+        """Generate for a batch of prompts [B, S] with a cache of its own: [B, S + new]."""
         cache = create_tiered_cache(self.model, self.fade_config)
-        made = super()._model_generate(  # type: ignore[misc]
+        generated = super()._model_generate(  # type: ignore[misc]
             context, max_length, stop, **forward_kwargs(cache, self.model), **options
         )
         self._count(cache.memory_report())
-        return made
+        return generated
 
     def _count(self, report: dict[str, Any]) -> None:
         self._resident += report["resident_bytes"]
@@ -186,7 +183,7 @@ def fade_lm() -> type:
         FadeError: lm-eval is not installed.
     """
     try:
-        from lm_eval.models.huggingface import HFLM
+        from lm_eval.models.huggingface import HFLM  # the extra eval
     except ImportError as error:
         raise FadeError(f"lm-eval cannot be imported ({error}); pip install 'fade-predictor[eval]'") from error
     return type("FadeLM", (Tiered, HFLM), {"__doc__": Tiered.__doc__})
@@ -198,11 +195,11 @@ def register() -> type:
     Raises:
         FadeError: lm-eval is not installed.
     """
-    made = fade_lm()
-    from lm_eval.api.registry import get_model, model_registry
+    kind = fade_lm()
+    from lm_eval.api.registry import get_model, model_registry  # the extra eval
 
     if NAME not in model_registry:
-        model_registry.register(NAME, target=made)
+        model_registry.register(NAME, target=kind)
     return get_model(NAME)
 
 
@@ -211,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def body(args: list[str]) -> None:
         register()
-        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.__main__ import cli_evaluate  # the extra eval
 
         sys.argv = ["lm_eval", *args]
         cli_evaluate()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.reading import json_lines
 from pipelines import cli
-from pipelines.evaluation.pairwise import cell_table, cells, size_table, sizes, summary, unreached
+from pipelines.evaluation.pairwise import pairwise_rows, pairwise_table, size_table, sizes, summary, unreached
+from pipelines.plots import pareto
+from pipelines.reporting.html import page
+from pipelines.reporting.rows import FULL, Row, results_folder, write_jsonl
+from pipelines.reporting.tables import markdown_table
 from predictor.errors import FadeError
 
 POINTS = 2  # of a score out of 100: retrieval may lose as many
-Row = Mapping[str, Any]
 
 
 def proof(
@@ -33,29 +36,21 @@ def proof(
         decode: lines of `pipelines.bench decode`. ours: name of our configuration in the first.
         out: folder to write; one that is there is replaced.
     """
-    from pipelines.plots import pareto
-    from pipelines.reporting.html import page
-    from pipelines.reporting.rows import write_jsonl
-    from predictor.files import write_aside
-
-    measured, asked, timed = read(Path(kl) / "results.jsonl"), read(Path(tasks) / "results.jsonl"), read(Path(decode))
-    run, methods = measured[0], [row for row in measured if row["kind"] == "method"]
+    evaluated, answered = read(Path(kl) / "results.jsonl"), read(Path(tasks) / "results.jsonl")
+    timed = read(Path(decode))
+    run, methods = evaluated[0], [row for row in evaluated if row["kind"] == "method"]
     if ours not in {one["config"] for one in run["sized"]}:
         raise FadeError(f"{kl} has no configuration {ours!r} at several sizes; run it with ratios, or name another")
-    held = cells(run, [row for row in measured if row["kind"] == "document"], methods, ours)
-    folder = Path(out)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "proof.jsonl").is_file():
-        raise FadeError(f"out {out} is there and holds other files; name another folder")
-    with write_aside(folder) as aside:
-        aside.mkdir(parents=True)
+    compared = pairwise_rows(run, [row for row in evaluated if row["kind"] == "document"], methods, ours)
+    with results_folder(Path(out), "proof.jsonl") as folder:
         model, context = Path(run["settings"]["model"]).name, run["settings"]["context"]
-        pareto.draw(aside / "proof.png", run, methods, f"{model}, {context:,} tokens, {len(run['texts'])} texts")
-        kept = [row for row in asked if row["kind"] != "answer"]
-        write_jsonl(aside / "proof.jsonl", [run, *methods, *held, *kept, *timed])
-        text = report(run, methods, held, asked, timed)
-        (aside / "proof.md").write_text(text, encoding="utf-8")
-        (aside / "proof.html").write_text(page(text, aside), encoding="utf-8")
-    print(f"{summary(held)}\n\nReport: {out}/proof.html")
+        pareto.draw(folder / "proof.png", run, methods, f"{model}, {context:,} tokens, {len(run['texts'])} texts")
+        of_tasks = [row for row in answered if row["kind"] != "answer"]
+        write_jsonl(folder / "proof.jsonl", [run, *methods, *compared, *of_tasks, *timed])
+        text = report(run, methods, compared, answered, timed)
+        (folder / "proof.md").write_text(text, encoding="utf-8")
+        (folder / "proof.html").write_text(page(text, folder), encoding="utf-8")
+    print(f"{summary(compared)}\n\nReport: {out}/proof.html")
     return 0
 
 
@@ -73,18 +68,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def report(run: Row, methods: Sequence[Row], held: Sequence[Row], asked: Sequence[Row], timed: Sequence[Row]) -> str:
+def report(
+    run: Row, methods: Sequence[Row], compared: Sequence[Row], answered: Sequence[Row], timed: Sequence[Row]
+) -> str:
     """The report, in Markdown.
 
     Args:
-        run, methods: of the evaluation. held: rows of :func:`pipelines.evaluation.pairwise.cells`. asked: rows of
-            tasks, the run first. timed: rows of the decode bench.
+        run, methods: of the evaluation. compared: rows of :func:`pipelines.evaluation.pairwise.pairwise_rows`.
+        answered: rows of tasks, the run first. timed: rows of the decode bench.
     """
     settings, here = run["settings"], run["machine"]
     kinds = dict.fromkeys(text["source"] for text in run["texts"])
-    by_size = "\n\n".join(f"### {ratio:g}x\n\n{size_table(held, ratio)}" for ratio in sizes(run))
+    by_size = "\n\n".join(f"### {ratio:g}x\n\n{size_table(compared, ratio)}" for ratio in sizes(run))
     larger = "; ".join(unreached(run, methods))
-    skipped = "".join(f"Left out: {line}\n\n" for line in [*run["skipped"], *asked[0]["skipped"]])
+    skipped = "".join(f"Left out: {line}\n\n" for line in [*run["skipped"], *answered[0]["skipped"]])
     configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
     texts = "\n".join(
         f"- {kind}: {', '.join(one['document'] for one in run['texts'] if one['source'] == kind)}" for kind in kinds
@@ -98,7 +95,7 @@ Again: `make proof`.
 
 ## KL at equal true bytes
 
-{summary(held)}
+{summary(compared)}
 
 {f"Of no smaller size: {larger}. They stand at the size that they reach." if larger else ""}
 
@@ -117,7 +114,7 @@ attention could gain.
 
 ## Retrieval at six times smaller
 
-{tasks_part(asked)}
+{tasks_part(answered)}
 
 ## Decoding
 
@@ -125,7 +122,7 @@ attention could gain.
 
 ## Every cell
 
-{cell_table(held)}
+{pairwise_table(compared)}
 
 ## How it was measured
 
@@ -139,46 +136,41 @@ Configurations, with what was set:
 
 {skipped}`{run["command"]}`
 
-`{asked[0]["command"]}`
+`{answered[0]["command"]}`
 """
 
 
-def tasks_part(asked: Sequence[Row]) -> str:
+def tasks_part(answered: Sequence[Row]) -> str:
     """Scores of tasks beside the full cache's, and whether they are within :data:`POINTS`."""
-    from pipelines.reporting.rows import FULL
-    from pipelines.reporting.tables import markdown_table
-
-    lines = []
-    for row in (row for row in asked if row["kind"] == "task" and row["method"] != FULL):
-        low, high = (100 * end for end in row["lost_interval"])
-        lines.append(
-            (
-                row["task"],
-                row["method"],
-                str(row["n"]),
-                f"{100 * row['full_score']:.1f}",
-                f"{100 * row['score']:.1f}",
-                f"{100 * row['lost']:.1f}",
-                f"{low:.1f} - {high:.1f}",
-                f"{row['kl']:.4f}",
-                f"{row['compression']:.2f}x",
-                "yes" if 100 * row["lost"] <= POINTS else "no",
-            )
-        )
+    lines = [_task_line(row) for row in answered if row["kind"] == "task" and row["method"] != FULL]
     within = f"within {POINTS}"
     columns = ("task", "cache", "n", "full cache", "score", "points lost", "95 %", "KL", "compression", within)
-    over = [
+    over_all = [
         f"{row['method']} loses {100 * row['lost']:.1f} points on the mean of {row['tasks']} tasks"
-        for row in asked
+        for row in answered
         if row["kind"] == "all tasks" and row["method"] != FULL
     ]
-    return f"{markdown_table(columns, lines, words=2)}\n\n{'; '.join(over)}."
+    return f"{markdown_table(columns, lines, words=2)}\n\n{'; '.join(over_all)}."
+
+
+def _task_line(row: Row) -> tuple[str, ...]:
+    low, high = (100 * end for end in row["lost_interval"])
+    return (
+        row["task"],
+        row["method"],
+        str(row["n"]),
+        f"{100 * row['full_score']:.1f}",
+        f"{100 * row['score']:.1f}",
+        f"{100 * row['lost']:.1f}",
+        f"{low:.1f} - {high:.1f}",
+        f"{row['kl']:.4f}",
+        f"{row['compression']:.2f}x",
+        "yes" if 100 * row["lost"] <= POINTS else "no",
+    )
 
 
 def decode_part(timed: Sequence[Row]) -> str:
     """Time of a decode step beside transformers' own caches."""
-    from pipelines.reporting.tables import markdown_table
-
     lines = [
         (
             f"{row['context']:,}",

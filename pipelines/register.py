@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.trace import Traces
-from pipelines.certify import CLOSED_FORM, THIS, HeldOutTexts, as_facts, verdict
-from pipelines.cli import run
-from predictor.budgets import HeadBudgets, learn_budgets
-from predictor.bundle import Predictor, load_bundle
-from predictor.errors import FadeError
-from predictor.files import recover
-from predictor.nets import ScoreNet, TokenMLP
-from predictor.registry import register_bundle
+from tqdm import tqdm
 
-BEST = "best"  # the bundle of the best epoch, inside a folder that `lightning fit` wrote
+from data.trace import Traces
+from pipelines.checkpoints import load_checkpoint, refuse_other_traces
+from pipelines.cli import DEMO_MODEL, run
+from pipelines.evaluation.certificate import CLOSED_FORM, THIS, HeldOutTexts, as_facts, verdict
+from predictor.budgets import HeadBudgets, learn_budgets
+from predictor.bundle import Predictor
+from predictor.errors import FadeError
+from predictor.heuristics import GATE, best_heuristic
+from predictor.nets import TokenMLP
+from predictor.registry import register_bundle
+from predictor.scorenet import ScoreNet, token_scores
+
 NOT_PROMOTED = 3  # exit status: registered, but not good enough for the alias
 
 
-def register(
-    checkpoint: str = "artefacts/fit/mlp",
-    name: str = "smollm2-135m-mlp",
-    traces: str = "artefacts/traces/demo",
-    bundle: str | None = None,
-    alias: str = "champion",
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    held_out: list[str] = ["builtin:readmes"],  # noqa: B006
-    held_out_documents: int = 2,
-    context: int = 1024,
-    steps: int = 32,
-    budget: float = 0.25,
-    tracking_uri: str | None = None,
-) -> int:
-    """Register a trained predictor, and promote it if it serves the cache better than everything built in.
-
-    Measures recovery on the validation documents of the traces it was trained on, learns from the training
-    documents how much each kv head must keep, unless the checkpoint brings that (configs/fit_heads_demo.yaml), then
-    measures in the cache, on text of another source, what it costs the language model: KL on average, KL of the
-    worst text, KL where the text is a copy, top-1. Writes a bundle with all of it and registers it as the next
-    version. The alias is set when its recovery is at least that of the best heuristic, and in the cache it is
-    nowhere worse than position, h2o, ema, or the untrained closed form with head budgets of its own, and somewhere
-    better than the heuristics; otherwise one line says why not and the exit status is 3. Where only the closed form
-    with its head budgets is better than the trained network, it is registered and promoted instead.
+@dataclass(frozen=True)
+class RegisterSettings:
+    """Options of `pipelines.register`.
 
     Args:
         checkpoint: folder that ``lightning fit`` wrote (its option ``output``), or a bundle.
@@ -63,58 +43,68 @@ def register(
         steps: tokens decoded after it, teacher-forced.
         budget: share of the context that is kept in the body of the cache.
         tracking_uri: MLflow tracking URI; MLFLOW_TRACKING_URI by default, else sqlite under artefacts.
+    """
+
+    checkpoint: str = "artefacts/fit/mlp"
+    name: str = "smollm2-135m-mlp"
+    traces: str = "artefacts/traces/demo"
+    bundle: str | None = None
+    alias: str = "champion"
+    model: str = DEMO_MODEL
+    held_out: list[str] = field(default_factory=lambda: ["builtin:readmes"])
+    held_out_documents: int = 2
+    context: int = 1024
+    steps: int = 32
+    budget: float = 0.25
+    tracking_uri: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            FadeError: names those that cannot be.
+        """
+        if self.steps < 2 or self.held_out_documents < 1 or not 0 < self.budget <= 1:
+            raise FadeError(
+                f"steps {self.steps}, held_out_documents {self.held_out_documents}, budget {self.budget}: "
+                "use at least 2, at least 1, and a share in (0, 1]"
+            )
+
+    def texts(self) -> HeldOutTexts:
+        """The text that is measured on in the cache."""
+        return HeldOutTexts(self.model, self.held_out, self.held_out_documents, self.context, self.steps)
+
+    def folders(self) -> tuple[Path, Path]:
+        """Folders of the bundle, and of the closed form where that takes its place."""
+        folder = Path(self.bundle or f"artefacts/bundles/{self.name}")
+        return folder, folder.with_name(f"{folder.name}-closed-form")
+
+
+def register(settings: RegisterSettings) -> int:
+    """Register a trained predictor, and promote it if it serves the cache better than everything built in.
+
+    Measures recovery on the validation documents of the traces it was trained on, learns from the training
+    documents how much each kv head must keep, unless the checkpoint brings that (configs/fit_heads_demo.yaml), then
+    measures in the cache, on text of another source, what it costs the language model: KL on average, KL of the
+    worst text, KL where the text is a copy, top-1. Writes a bundle with all of it and registers it as the next
+    version. The alias is set when its recovery is at least that of the best heuristic, and in the cache it is
+    nowhere worse than position, h2o, ema, or the untrained closed form with head budgets of its own, and somewhere
+    better than the heuristics; otherwise one line says why not and the exit status is 3. Where only the closed form
+    with its head budgets is better than the trained network, it is registered and promoted instead.
 
     Returns:
         The exit status: 0 promoted, 3 registered without the alias.
     """
-    if steps < 2 or held_out_documents < 1 or not 0 < budget <= 1:
-        raise FadeError(
-            f"steps {steps}, held_out_documents {held_out_documents}, budget {budget}: use at least 2, at least 1, "
-            "and a share in (0, 1]"
-        )
-    predictor, collection = _load(checkpoint), Traces(traces)
-    refuse_other_traces(predictor.manifest, f"checkpoint {checkpoint}", collection)
-    from predictor.heuristics import GATE, best_heuristic
-
+    predictor, traces = load_checkpoint(settings.checkpoint), Traces(settings.traces)
+    refuse_other_traces(predictor.manifest, f"checkpoint {settings.checkpoint}", traces)
     if predictor.budgets is None:
-        predictor.budgets = head_budgets(predictor.net, traces)
-    trained = Candidate(predictor, evaluate(predictor, traces))
-    table = trained.metrics.table()
-    print(format_table(table))
-    best, mark = best_heuristic(table)
-    reached = table["net"][GATE]
-    trained.promoted = reached >= mark
-    trained.reason = f"recovery {reached:.4f} at budget {GATE} against {mark:.4f} of {best}, the best heuristic"
+        predictor.budgets = head_budgets(predictor.net, settings.traces)
+    trained = measured_on_traces(predictor, settings.traces)
+    print(format_table(trained.metrics.table()))
     candidates = [trained]
     if trained.promoted:
-        untrained = {**predictor.manifest, "epoch": 0}
-        spec = replace(predictor.spec, hidden=False)
-        closed_form = Predictor(TokenMLP(), spec, predictor.provenance, manifest=untrained)
-        closed_form.budgets = head_budgets(closed_form.net, traces)
-        texts = HeldOutTexts(model, held_out, held_out_documents, context, steps)
-        trained.certificate = texts.certificate(predictor, closed_form, budget, not_from=sources(collection))
-        trained.promoted, trained.reason = verdict(trained.certificate["figures"])
-        if not trained.promoted:
-            candidates += closed_form_instead(trained, closed_form, traces)
-
-    where = Path(bundle or f"artefacts/bundles/{name}")
-    for candidate in candidates:
-        if candidate.promoted and candidate.certificate is not None:
-            ladder = texts.ladder(candidate.predictor, not_from=sources(collection))
-            candidate.certificate["ladder"] = ladder
-    for candidate, folder in zip(candidates, (where, where.with_name(f"{where.name}-closed-form"))):
-        version = publish(candidate, folder, name, alias, tracking_uri)
-        print(f"bundle {folder}, version {version} of {name}")
-        if candidate.promoted:
-            print(f"promoted: {candidate.reason}\nuse it as: models:/{name}@{alias}")
-            return 0
-        print(
-            f"not promoted: {candidate.reason}; train longer or on more documents, or use models:/{name}/{version} as "
-            "it is",
-            file=sys.stderr,
-        )
-    print(f"alias {alias} stays where it was", file=sys.stderr)
-    return NOT_PROMOTED
+        candidates += certify_candidate(trained, settings, traces)
+    return publish_candidates(candidates, settings)
 
 
 @dataclass
@@ -126,6 +116,32 @@ class Candidate:
     certificate: dict[str, Any] | None = None
     promoted: bool = False
     reason: str = ""
+
+
+def measured_on_traces(predictor: Predictor, traces: str) -> Candidate:
+    """A predictor beside the heuristics on the validation documents: promoted if it is as good as the best."""
+    metrics = evaluate(predictor, traces)
+    table = metrics.table()
+    best, best_recovery = best_heuristic(table)
+    recovery = table["net"][GATE]
+    reason = f"recovery {recovery:.4f} at budget {GATE} against {best_recovery:.4f} of {best}, the best heuristic"
+    return Candidate(predictor, metrics, promoted=recovery >= best_recovery, reason=reason)
+
+
+def certify_candidate(trained: Candidate, settings: RegisterSettings, traces: Traces) -> list[Candidate]:
+    """Measure a candidate in the cache, and give what is promoted a ladder; returns who may take its place."""
+    predictor, texts = trained.predictor, settings.texts()
+    spec, manifest = replace(predictor.spec, hidden=False), {**predictor.manifest, "epoch": 0}
+    closed_form = Predictor(TokenMLP(), spec, predictor.provenance, manifest=manifest)
+    closed_form.budgets = head_budgets(closed_form.net, settings.traces)
+    trained_on = sources(traces)
+    trained.certificate = texts.certificate(predictor, closed_form, settings.budget, not_from=trained_on)
+    trained.promoted, trained.reason = verdict(trained.certificate["figures"])
+    others = [] if trained.promoted else closed_form_instead(trained, closed_form, settings.traces)
+    for candidate in (trained, *others):
+        if candidate.promoted and candidate.certificate is not None:
+            candidate.certificate["ladder"] = texts.ladder(candidate.predictor, not_from=trained_on)
+    return others
 
 
 def closed_form_instead(trained: Candidate, closed_form: Predictor, traces: str) -> list[Candidate]:
@@ -142,21 +158,37 @@ def closed_form_instead(trained: Candidate, closed_form: Predictor, traces: str)
     return [Candidate(closed_form, evaluate(closed_form, traces), certificate, promoted, f"closed form, {reason}")]
 
 
+def publish_candidates(candidates: Sequence[Candidate], settings: RegisterSettings) -> int:
+    """Publish candidates until one is promoted; returns the exit status."""
+    name, alias = settings.name, settings.alias
+    for candidate, folder in zip(candidates, settings.folders()):
+        version = publish(candidate, folder, name, alias, settings.tracking_uri)
+        print(f"bundle {folder}, version {version} of {name}")
+        if candidate.promoted:
+            print(f"promoted: {candidate.reason}\nuse it as: models:/{name}@{alias}")
+            return 0
+        print(
+            f"not promoted: {candidate.reason}; train longer or on more documents, or use models:/{name}/{version} as "
+            "it is",
+            file=sys.stderr,
+        )
+    print(f"alias {alias} stays where it was", file=sys.stderr)
+    return NOT_PROMOTED
+
+
 def publish(candidate: Candidate, folder: Path, name: str, alias: str, tracking_uri: str | None) -> int:
     """Write the bundle, register it, set the alias if it is promoted; returns the version."""
-    from predictor.heuristics import GATE, best_heuristic
-
     predictor, certificate = candidate.predictor, candidate.certificate
     predictor.metrics |= candidate.metrics.values()
     predictor.certificate = None if certificate is None else as_facts(certificate)
     predictor.save(folder)
     table = candidate.metrics.table()
-    best, mark = best_heuristic(table)
+    best, best_recovery = best_heuristic(table)
     tags = {
         "kind": predictor.net.kind,
         f"recovery_at_{GATE}": f"{table['net'][GATE]:.5f}",
         "best_heuristic": best,
-        f"best_heuristic_recovery_at_{GATE}": f"{mark:.5f}",
+        f"best_heuristic_recovery_at_{GATE}": f"{best_recovery:.5f}",
         "traces_sha256": predictor.manifest["traces_sha256"],
         "verdict": candidate.reason,
         **certificate_tags(certificate),
@@ -172,22 +204,10 @@ def certificate_tags(certificate: dict[str, Any] | None) -> dict[str, str]:
     return {f"cache_{name}": f"{value:.5f}" for name, value in asdict(certificate["figures"][THIS]).items()}
 
 
-def _load(checkpoint: str) -> Predictor:
-    folder = Path(checkpoint)
-    if folder.suffix == ".ckpt":
-        raise FadeError(f"checkpoint {checkpoint} is Lightning's own file; give its folder, {folder.parent}")
-    if not folder.is_dir():
-        raise FadeError(f"there is no checkpoint folder {checkpoint}; make one with: lightning fit --config ...")
-    recover(folder / BEST)
-    return load_bundle(folder / BEST if (folder / BEST).is_dir() else folder)
-
-
 def evaluate(predictor: Predictor, traces: str) -> Any:
-    """Hold a predictor against oracle and heuristics on the validation documents; returns the RankingMetrics."""
-    from tqdm import tqdm
-
-    from data.datamodule import TraceDataModule
-    from predictor.ranking_metrics import RankingMetrics
+    """Compare a predictor with oracle and heuristics on the validation documents; returns the RankingMetrics."""
+    from data.datamodule import TraceDataModule  # lightning: five seconds
+    from predictor.ranking_metrics import RankingMetrics  # torchmetrics: three seconds
 
     module = TraceDataModule(traces)
     module.setup("validate")
@@ -199,10 +219,7 @@ def evaluate(predictor: Predictor, traces: str) -> Any:
 
 def head_budgets(net: ScoreNet, traces: str) -> HeadBudgets:
     """Learn how much each kv head must keep under a network's scores, from the training documents."""
-    from tqdm import tqdm
-
-    from data.datamodule import TraceDataModule
-    from predictor.scorenet import token_scores
+    from data.datamodule import TraceDataModule  # lightning: five seconds
 
     module = TraceDataModule(traces)
     module.setup("fit")
@@ -226,42 +243,9 @@ def format_table(table: dict[str, dict[float, float]]) -> str:
     return "\n".join(lines)
 
 
-def refuse_other_traces(manifest: Mapping[str, Any], what: str, traces: Traces) -> None:
-    """Refuse a predictor that was not trained on these traces.
-
-    Args:
-        manifest: of the predictor. what: names it in the error. traces: what it is to be used on.
-
-    Raises:
-        FadeError: it was trained on others.
-    """
-    if manifest.get("traces_sha256") != trace_facts(traces)["traces_sha256"]:
-        raise FadeError(
-            f"{what} was trained on other traces than {traces.folder}, and may have seen their validation documents; "
-            "name its own traces, or train again"
-        )
-
-
 def sources(traces: Traces) -> list[str]:
     """Families of text that a collection was made of, validation included."""
     return sorted({document["source"] for document in traces.manifest["documents"]})
-
-
-def trace_facts(traces: Traces) -> dict[str, Any]:
-    """What a bundle remembers of its traces: how much of which text, and a hash that names exactly these."""
-    manifest = traces.manifest
-    documents, shards = manifest["documents"], manifest["shards"]
-    splits = Counter(document["split"] for document in documents)
-    sources = Counter(document["source"] for document in documents)
-    return {
-        "train_documents": splits["train"],
-        "validation_documents": splits["validation"],
-        "prompt_tokens": sum(document["prompt"] for document in documents),
-        "rows": sum(shard["rows"] for shard in shards),
-        "sources": ", ".join(f"{source} {count}" for source, count in sorted(sources.items())),
-        "text_sha256": manifest["corpus"]["sha256"],
-        "traces_sha256": hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest(),
-    }
 
 
 if __name__ == "__main__":

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
+from pipelines.checkpoints import load_checkpoint
 from pipelines.cli import run
-from pipelines.register import BEST
-from predictor.bundle import Predictor, load_bundle
+from pipelines.reporting.tables import plain_table
+from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.heuristics import GATE
 from predictor.metrics import gap_closed
@@ -24,18 +27,9 @@ TOKENS = 2048  # of the context for which a selection is timed
 ROWS = 90  # layers x kv heads of it
 
 
-def reselect(
-    predictors: list[str],
-    traces: str = "artefacts/traces/demo",
-    every: list[int] = [1, 16],  # noqa: B006 (read only)
-    stride: int = 1,
-    batch_size: int = 30,
-) -> None:
-    """Compare predictors that choose again, while a model decodes, which blocks of its context are read.
-
-    Prints, for each number of steps between choices, the recovery on the validation documents of each predictor, of
-    moving averages of the attention so far, of the best average fixed at the end of the prompt, and of the oracle,
-    with the share of the gap from the best average to the oracle that is closed, KL, temperature and milliseconds.
+@dataclass(frozen=True)
+class ReselectSettings:
+    """Options of `pipelines.reselect`.
 
     Args:
         predictors: folders that ``lightning fit`` wrote, or bundles, of networks that forecast blocks.
@@ -44,13 +38,29 @@ def reselect(
         stride: judge each stride-th step only.
         batch_size: rows in a batch.
     """
-    loaded = {Path(folder).name: _load(folder) for folder in predictors}
-    if len(loaded) < len(predictors):
-        raise FadeError(f"predictors {', '.join(predictors)} end in the same name; rename a folder")
-    for steps in every:
-        metrics = measure(loaded, traces, steps, stride, batch_size)
+
+    predictors: list[str]
+    traces: str = "artefacts/traces/demo"
+    every: list[int] = field(default_factory=lambda: [1, 16])
+    stride: int = 1
+    batch_size: int = 30
+
+
+def reselect(settings: ReselectSettings) -> None:
+    """Compare predictors that choose again, while a model decodes, which blocks of its context are read.
+
+    Prints, for each number of steps between choices, the recovery on the validation documents of each predictor, of
+    moving averages of the attention so far, of the best average fixed at the end of the prompt, and of the oracle,
+    with the share of the gap from the best average to the oracle that is closed, KL, temperature and milliseconds.
+    """
+    loaded = {Path(folder).name: _load(folder) for folder in settings.predictors}
+    if len(loaded) < len(settings.predictors):
+        raise FadeError(f"predictors {', '.join(settings.predictors)} end in the same name; rename a folder")
+    nets = {name: block_net(predictor.net) for name, predictor in loaded.items()}
+    for steps in settings.every:
+        metrics = measure(loaded, settings.traces, steps, settings.stride, settings.batch_size)
         print(f"choosing again every {steps} steps, recovery at budget {GATE} of the blocks")
-        print(format_rows(compare({name: block_net(loaded[name].net) for name in metrics}, metrics)))
+        print(format_rows(compare(nets, metrics)))
         print()
 
 
@@ -85,26 +95,16 @@ def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
         ema    0.9000
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in cells
-    )
+    return plain_table(names, [[_text(row.get(name, "")) for name in names] for row in rows], words=1)
 
 
-def _cell(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _load(folder: str) -> Predictor:
-    path = Path(folder)
-    if not path.is_dir():
-        raise FadeError(f"there is no predictor folder {folder}; make one with: lightning fit --config ...")
-    predictor = load_bundle(path / BEST if (path / BEST).is_dir() else path)
-    block_net(predictor.net)
+    predictor = load_checkpoint(folder, "predictor")
+    block_net(predictor.net)  # refuses a network that does not forecast blocks
     return predictor
 
 
@@ -112,9 +112,7 @@ def measure(
     predictors: Mapping[str, Predictor], traces: str, every: int, stride: int = 1, batch_size: int = 30
 ) -> dict[str, ReselectMetrics]:
     """Fill one ReselectMetrics for each predictor from the validation documents."""
-    from tqdm import tqdm
-
-    from data.datamodule import TraceDataModule
+    from data.datamodule import TraceDataModule  # lightning: five seconds
 
     module = TraceDataModule(traces, batch_size=batch_size)
     module.setup("validate")
@@ -128,7 +126,7 @@ def measure(
 
 
 def cost_ms(net: BlockNet, rounds: int = 5) -> float:
-    """Milliseconds that one selection takes, the least of a few: bring the state up to date, and forecast."""
+    """Milliseconds that one selection takes, the least of some: bring the state up to date, and forecast."""
     blocks = TOKENS // net.block
     history, best = torch.rand(ROWS, 64, blocks).softmax(-1), float("inf")
     heads = torch.zeros(ROWS, 2, dtype=torch.long)  # which they are costs the same

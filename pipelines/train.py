@@ -22,9 +22,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from data.datamodule import TraceDataModule
 from data.trace import Traces
+from pipelines.checkpoints import BEST, refuse_other_traces, trace_facts
 from pipelines.cli import guarded
 from pipelines.plots.head_budgets import draw_head_budgets, format_lost
-from pipelines.register import BEST, refuse_other_traces, trace_facts
 from predictor.budgets import HeadBudgets
 from predictor.bundle import Predictor
 from predictor.files import write_aside
@@ -48,8 +48,8 @@ class Candidate:
 
     def value(self, monitor: str) -> float:
         """What it reached; one that is no number is below all."""
-        found = self.metrics[monitor.removeprefix("val/")]
-        return -math.inf if math.isnan(found) else found
+        reached = self.metrics[monitor.removeprefix("val/")]
+        return -math.inf if math.isnan(reached) else reached
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it: all but head budgets, whose sums are the module's own state."""
@@ -186,12 +186,12 @@ class FitCLI(LightningCLI):
                 tags={"mlflow.note.content": about},  # what the run's page shows as its description
             )
         if self.subcommand == "fit" and not options["fast_dev_run"]:
-            given, watched = options["callbacks"] or [], self.model.monitor
+            callbacks, monitor = options["callbacks"] or [], self.model.monitor
             patience = self._get(self.config_init, "patience")
             kwargs["callbacks"] = [
-                *(given if isinstance(given, list) else [given]),
-                *([EarlyStopping(watched, mode="max", patience=patience)] if watched else []),
-                ModelCheckpoint(output, BEST, watched, mode="max", enable_version_counter=False),
+                *(callbacks if isinstance(callbacks, list) else [callbacks]),
+                *([EarlyStopping(monitor, mode="max", patience=patience)] if monitor else []),
+                ModelCheckpoint(output, BEST, monitor, mode="max", enable_version_counter=False),
             ]
         return super().instantiate_trainer(**kwargs)
 
@@ -221,7 +221,7 @@ class FitCLI(LightningCLI):
 
 
 def _only_tried(trainer: Trainer) -> bool:
-    """Whether a few batches are run to see that they do, and nothing is to be written."""
+    """Whether some batches are run to see that they do, and nothing is to be written."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 

@@ -4,46 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from data.lm import encode, load_lm, refuse_too_long
+from data.text import Document, corpus_hash, load_documents
+from fade_runtime import transformers_api as hf
+from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook, check_sizes
 from pipelines import cli
 from predictor.errors import FadeError
+from predictor.provenance import head_dim, model_provenance
+from predictor.rope import Rotary, find_rotary, unrotate
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from data.text import Document
-    from fade_runtime.storage.pq import LayerCodebook
-    from predictor.rope import Rotary
-
-    Vectors = tuple[Tensor, Tensor]  # un-rotated keys and values [T, D] of one layer, its kv heads pooled
+Vectors = tuple[Tensor, Tensor]  # un-rotated keys and values [T, D] of one layer, its kv heads pooled
 
 SINKS = 4  # first tokens of a document that are left out: caches keep them exact, and they are unlike all others
 
 
-def train_codebook(
-    model: str = "artefacts/models/smollm2-135m-instruct",
-    text: list[str] | str = "builtin",
-    documents: int = 12,
-    held_out: int = 2,
-    context: int = 1024,
-    samples: int = 8192,
-    sub_dim: int = 32,
-    value_sub_dim: int | None = None,
-    num_centroids: int = 256,
-    dtype: str = "float32",
-    seed: int = 0,
-    out: str | None = None,
-) -> None:
-    """Train the codebooks that `low_tier="pq"` needs, for the model and the kind of text that you run.
-
-    Reads documents with the model, takes keys (un-rotated) and values from its cache, and clusters them layer by
-    layer. Prints how far decoded keys and values are from the true ones on documents that were held out.
-
-    A token then takes head dim / sub_dim bytes per kv head for its key and as many for its value. Smaller parts:
-    more bytes, smaller error. Values gain more by it than keys.
-    Use: FadeConfig(int4_budget=0.25, low_budget=None, low_tier="pq", codebook="artefacts/codebooks/NAME").
+@dataclass(frozen=True)
+class CodebookSettings:
+    """Options of `pipelines.train_codebook`.
 
     Args:
         model: directory or hub id of a causal language model.
@@ -60,98 +46,146 @@ def train_codebook(
         seed: of the draw and of the clustering.
         out: directory to write; by default artefacts/codebooks/ and the model's name.
     """
-    for name, value, least in (
-        ("documents", documents, 1),
-        ("held_out", held_out, 1),
-        ("context", context, SINKS + 1),
-        ("samples", samples, num_centroids),
-    ):
-        if value < least:
-            raise FadeError(f"{name} {value} is too small; use at least {least}")
 
-    from tqdm import tqdm
+    model: str = cli.DEMO_MODEL
+    text: list[str] | str = "builtin"
+    documents: int = 12
+    held_out: int = 2
+    context: int = 1024
+    samples: int = 8192
+    sub_dim: int = 32
+    value_sub_dim: int | None = None
+    num_centroids: int = 256
+    dtype: str = "float32"
+    seed: int = 0
+    out: str | None = None
 
-    from data.lm import encode, load_lm
-    from data.text import corpus_hash, load_documents
-    from fade_runtime.storage.pq import CodebookSet
-    from predictor.provenance import model_provenance
+    def __post_init__(self) -> None:
+        """Check the options.
 
-    lm, tokenizer = load_lm(model, dtype)
-    sizes = (sub_dim, sub_dim if value_sub_dim is None else value_sub_dim)
-    _check_model(lm, context, sizes, num_centroids)
-    read = load_documents(
-        [text] if isinstance(text, str) else text,
-        train=documents,
-        validation=held_out,
-        length=context,
-        measure=lambda words: len(encode(tokenizer, words)),
-        seed=seed,
-    )
-    train, validation = read[:documents], read[documents:]
-    with tqdm(total=len(read), unit="document", desc="Reading", mininterval=1) as bar:
-        seen = [gather(lm, tokenizer, part, context, samples, seed, bar.update) for part in (train, validation)]
-    layers: list[LayerCodebook | None] = []
-    errors = {}
-    with tqdm(total=len(seen[0]), unit="layer", desc="Clustering", mininterval=1) as bar:
-        for index, (vectors, others) in enumerate(zip(*seen)):
-            layers.append(None if vectors is None else cluster(vectors, sizes, num_centroids, seed))
-            if layers[-1] is not None:
-                errors[index] = layer_error(layers[-1], others)
-            bar.update()
+        Raises:
+            FadeError: names the one that cannot be.
+        """
+        least = {"documents": 1, "held_out": 1, "context": SINKS + 1, "samples": self.num_centroids}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise FadeError(f"{name} {getattr(self, name)} is too small; use at least {bound}")
 
-    facts = {
-        "text": text,
-        "corpus": corpus_hash(train),
-        "documents": documents,
-        "context": context,
-        "samples": min(samples, max(len(vectors[0]) for vectors in seen[0] if vectors is not None)),
-        "sub_dim": sizes[0],
-        "value_sub_dim": sizes[1],
-        "num_centroids": num_centroids,
-        "seed": seed,
-        "held_out_error": {str(index): list(both) for index, both in errors.items()},
-    }
-    made = CodebookSet(layers, model_provenance(lm, tokenizer), facts)
-    path = made.save(out or Path("artefacts/codebooks") / Path(model).name)
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Channels of a part of a key and of a value."""
+        return self.sub_dim, self.sub_dim if self.value_sub_dim is None else self.value_sub_dim
+
+    @property
+    def folder(self) -> str | Path:
+        """The directory to write."""
+        return self.out or Path("artefacts/codebooks") / Path(self.model).name
+
+
+def train_codebook(settings: CodebookSettings) -> None:
+    """Train the codebooks that `low_tier="pq"` needs, for the model and the kind of text that you run.
+
+    Reads documents with the model, takes keys (un-rotated) and values from its cache, and clusters them layer by
+    layer. Prints how far decoded keys and values are from the true ones on documents that were held out.
+
+    A token then takes head dim / sub_dim bytes per kv head for its key and as many for its value. Smaller parts:
+    more bytes, smaller error. Values gain more by it than keys.
+    Use: FadeConfig(int4_budget=0.25, low_budget=None, low_tier="pq", codebook="artefacts/codebooks/NAME").
+    """
+    lm, tokenizer = load_lm(settings.model, settings.dtype)
+    _check_model(lm, settings)
+    train, held_out = read_documents(settings, tokenizer)
+    with tqdm(total=len(train) + len(held_out), unit="document", desc="Reading", mininterval=1) as bar:
+        vectors, others = (gather(lm, tokenizer, part, settings, bar.update) for part in (train, held_out))
+    layers, errors = cluster_layers(vectors, others, settings)
+    facts = codebook_facts(settings, train, vectors, errors)
+    path = CodebookSet(layers, model_provenance(lm, tokenizer), facts).save(settings.folder)
     width = next(layer.width for layer in layers if layer is not None)
     print(f"\n{error_table(errors)}\n\n{width} bytes a token and kv head. Codebooks: {path}")
+
+
+def read_documents(settings: CodebookSettings, tokenizer: Any) -> tuple[list[Document], list[Document]]:
+    """Documents to train on, and those that are held out."""
+    documents = load_documents(
+        [settings.text] if isinstance(settings.text, str) else settings.text,
+        train=settings.documents,
+        validation=settings.held_out,
+        length=settings.context,
+        measure=lambda words: len(encode(tokenizer, words)),
+        seed=settings.seed,
+    )
+    return documents[: settings.documents], documents[settings.documents :]
+
+
+def cluster_layers(
+    vectors: Sequence[Vectors | None], held_out: Sequence[Vectors | None], settings: CodebookSettings
+) -> tuple[list[LayerCodebook | None], dict[int, tuple[float, float]]]:
+    """Codebooks of each layer, and their errors on what was held out, with a progress bar."""
+    layers: list[LayerCodebook | None] = []
+    errors = {}
+    with tqdm(total=len(vectors), unit="layer", desc="Clustering", mininterval=1) as bar:
+        for index, (mine, others) in enumerate(zip(vectors, held_out)):
+            if mine is None or others is None:
+                layers.append(None)
+            else:
+                layer = cluster(mine, settings.sizes, settings.num_centroids, settings.seed)
+                layers.append(layer)
+                errors[index] = layer_error(layer, others)
+            bar.update()
+    return layers, errors
+
+
+def codebook_facts(
+    settings: CodebookSettings,
+    train: Sequence[Document],
+    vectors: Sequence[Vectors | None],
+    errors: dict[int, tuple[float, float]],
+) -> dict[str, Any]:
+    """What the codebooks' manifest says of how they were made."""
+    return {
+        "text": settings.text,
+        "corpus": corpus_hash(train),
+        "documents": settings.documents,
+        "context": settings.context,
+        "samples": min(settings.samples, max(len(each[0]) for each in vectors if each is not None)),
+        "sub_dim": settings.sizes[0],
+        "value_sub_dim": settings.sizes[1],
+        "num_centroids": settings.num_centroids,
+        "seed": settings.seed,
+        "held_out_error": {str(index): list(both) for index, both in errors.items()},
+    }
 
 
 def gather(
     model: Any,
     tokenizer: Any,
     documents: Sequence[Document],
-    context: int,
-    samples: int,
-    seed: int,
+    settings: CodebookSettings,
     on_document: Callable[[], Any] = lambda: None,
 ) -> list[Vectors | None]:
     """Read documents and draw keys and values of each layer that can be tiered, the same number from each document.
 
     Args:
         model: causal language model. tokenizer: of the model.
-        documents: texts of at least ``context`` tokens. samples: of each layer, over all documents; where there are
-            fewer, all are taken. seed: of the draw. on_document: called after each document.
+        documents: texts of at least ``settings.context`` tokens.
+        settings: of which ``samples`` are of each layer, over all documents; where there are fewer, all are taken.
+        on_document: called after each document.
 
     Returns:
         For each layer of the model's cache the drawn keys and values, float32 [at most samples, D]; None for others.
     """
-    import torch
-
-    from data.lm import encode
-    from predictor.rope import find_rotary
-
-    rotary = find_rotary(model)
-    drawn = torch.Generator().manual_seed(seed)
+    rotary, samples = find_rotary(model), settings.samples
+    generator = torch.Generator().manual_seed(settings.seed)
     per_layer: list[list[Vectors] | None] = []
     for number, document in enumerate(documents):
-        tokens = torch.tensor(encode(tokenizer, document.text)[:context], device=model.device)[None]
-        share = samples * (number + 1) // len(documents) - samples * number // len(documents)
-        found = [None if both is None else _draw(both, share, drawn) for both in read_cache(model, rotary, tokens)]
-        per_layer = per_layer or [None if both is None else [] for both in found]
-        for into, both in zip(per_layer, found):
-            if into is not None and both is not None:
-                into.append(both)
+        tokens = torch.tensor(encode(tokenizer, document.text)[: settings.context], device=model.device)[None]
+        count = samples * (number + 1) // len(documents) - samples * number // len(documents)
+        layers = read_cache(model, rotary, tokens)
+        drawn = [None if both is None else _draw(both, count, generator) for both in layers]
+        per_layer = per_layer or [None if both is None else [] for both in drawn]
+        for parts, both in zip(per_layer, drawn):
+            if parts is not None and both is not None:
+                parts.append(both)
         on_document()
     return [None if parts is None else _join(parts) for parts in per_layer]
 
@@ -161,34 +195,26 @@ def read_cache(model: Any, rotary: Rotary | None, tokens: Tensor) -> list[Vector
 
     Layers that the tiered cache leaves to transformers are None.
     """
-    import torch
-    from transformers import DynamicCache
-
-    from fade_runtime import transformers_api as hf
-    from predictor.rope import unrotate
-
     config = hf.text_config(model)
     cache = DynamicCache(config=config)
     with torch.inference_mode():
         model(tokens, logits_to_keep=1, use_cache=True, **hf.forward_kwargs(cache, model))
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        found: list[Vectors | None] = []
+        vectors: list[Vectors | None] = []
         for index, layer in enumerate(cache.layers):
             if not hf.can_tier(layer):
-                found.append(None)
+                vectors.append(None)
                 continue
             table = None if rotary is None else rotary.table(positions, index)
             key, value = unrotate(layer.keys[0].float(), table), layer.values[0].float()  # [H, S, D]
-            found.append((key[:, SINKS:].flatten(0, 1), value[:, SINKS:].flatten(0, 1)))
-    if not any(found):
+            vectors.append((key[:, SINKS:].flatten(0, 1), value[:, SINKS:].flatten(0, 1)))
+    if not any(vectors):
         raise FadeError(f"{config.model_type} has no full-attention layer; a codebook has nothing to code")
-    return found
+    return vectors
 
 
 def cluster(vectors: Vectors, sizes: tuple[int, int], num_centroids: int, seed: int) -> LayerCodebook:
     """Train the codebooks of one layer; ``sizes`` are the channels of a part of a key and of a value."""
-    from fade_runtime.storage.pq import LayerCodebook, PQCodebook
-
     key, value = (PQCodebook.train(each, size, num_centroids, seed) for each, size in zip(vectors, sizes))
     return LayerCodebook(key, value)
 
@@ -218,32 +244,23 @@ def error_table(errors: dict[int, tuple[float, float]]) -> str:
     return "\n".join(["layer    key  value", *lines])
 
 
-def _check_model(model: Any, context: int, sizes: tuple[int, int], num_centroids: int) -> None:
+def _check_model(model: Any, settings: CodebookSettings) -> None:
     """Refuse what this model cannot do before a document is read."""
-    from data.lm import refuse_too_long
-    from fade_runtime import transformers_api as hf
-    from fade_runtime.storage.pq import check_sizes
-    from predictor.provenance import head_dim
-
     config = hf.text_config(model)
-    refuse_too_long(model, context, f"context {context} passes", "lower context")
+    refuse_too_long(model, settings.context, f"context {settings.context} passes", "lower context")
     for index, layer in enumerate(hf.stock_layers(config)):
         if hf.can_tier(layer):
-            for size in sizes:
-                check_sizes(head_dim(config.per_layer_config[index]), size, num_centroids)
+            for size in settings.sizes:
+                check_sizes(head_dim(config.per_layer_config[index]), size, settings.num_centroids)
 
 
-def _draw(vectors: Vectors, count: int, drawn: Any) -> Vectors:
-    import torch
-
-    chosen = torch.randperm(len(vectors[0]), generator=drawn)[:count].to(vectors[0].device)
+def _draw(vectors: Vectors, count: int, generator: torch.Generator) -> Vectors:
+    chosen = torch.randperm(len(vectors[0]), generator=generator)[:count].to(vectors[0].device)
     key, value = (each[chosen].cpu().clone() for each in vectors)
     return key, value
 
 
 def _join(parts: Sequence[Vectors]) -> Vectors:
-    import torch
-
     key, value = (torch.cat(each) for each in zip(*parts))
     return key, value
 

@@ -14,13 +14,16 @@ from fade_runtime.events import ShadowEvent
 
 
 def next_token_kl(full: Tensor, ours: Tensor) -> Tensor:
-    """KL(full || ours) [...] in nats between distributions given as logits [..., V].
+    """KL(full || ours) [...] in nats between next-token distributions given as logits [..., V].
+
+    In float32, or in float64 where the logits are.
 
     Example:
         >>> next_token_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0986]))
         tensor(0.1438)
     """
-    p, q = full.float().log_softmax(-1), ours.float().log_softmax(-1)
+    dtype = torch.promote_types(full.dtype, torch.float32)
+    p, q = full.to(dtype).log_softmax(-1), ours.to(dtype).log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 

@@ -34,7 +34,7 @@ class Layer:
         return self.key.shape[1] + len(self.packed) // len(self.key)
 
     def fused(self) -> Tensor:
-        """Attention by the fused kernel."""
+        """Attention [R, Q, D] by the fused kernel."""
         from fade_runtime.kernels.triton import attention as triton  # triton: Linux only
 
         part = Part(self.packed)
@@ -42,7 +42,7 @@ class Layer:
         return triton.fused(self.query, self.key, self.value, [part], None, None, None, [launch])[0]
 
     def dequantised(self) -> Tensor:
-        """Attention by SDPA over the dequantised layer."""
+        """Attention [R, Q, D] by SDPA over the dequantised layer."""
         from fade_runtime.kernels.triton import attention as triton  # triton: Linux only
 
         return triton.dense(self.query, self.key, self.value, Part(self.packed), None)

@@ -1,4 +1,4 @@
-"""`python -m pipelines.bench guard`: what the guard's looks at true attention cost beside the decoding they watch."""
+"""`python -m pipelines.bench guard`: what the guard's probes of true attention cost beside the decoding they watch."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class GuardBenchSettings(ContextSettings):
     steps: int = 128
 
     def config(self) -> FadeConfig:
-        """A guard that looks and never acts."""
-        every = {} if self.monitor_every is None else {"monitor_every": self.monitor_every}
-        limits = {"kl_target": 1e9, "kl_alarm": 1e9}
-        spill = {"spill": self.spill, "spill_dir": self.spill_dir}
-        return FadeConfig(int4_budget=self.budget, guard="warn", **spill, **limits, **every)
+        """A guard that probes and never acts."""
+        options: dict[str, Any] = dict(spill=self.spill, spill_dir=self.spill_dir, kl_target=1e9, kl_alarm=1e9)
+        if self.monitor_every is not None:
+            options["monitor_every"] = self.monitor_every
+        return FadeConfig(int4_budget=self.budget, guard="warn", **options)
 
 
 def guard(settings: GuardBenchSettings) -> None:
     """Decode over caches of random keys and values, and time the guard within each step.
 
-    All evicted tokens are in the spill store, so each look is at as many tokens as there are.
+    All evicted tokens are in the spill store, so each probe reads as many tokens as there are.
     """
     steps = settings.steps
     settings.at_least_one(steps=steps)
@@ -54,12 +54,12 @@ def guard(settings: GuardBenchSettings) -> None:
     lm, _ = settings.load()
     rows = [_row(lm, config, context, steps) for context in settings.contexts]
     settings.keep(rows)
-    titles = f"{'context':>8} {'ms/step':>8} {'guard, ms/step':>15} {'share':>7} {'looks':>6} {'ms/look':>8}"
+    titles = f"{'context':>8} {'ms/step':>8} {'guard, ms/step':>15} {'share':>7} {'probes':>6} {'ms/probe':>8}"
     print(f"{titles} {'spilled':>9}")
     for row in rows:
         print(
-            f"{row['context']:>8,} {row['p50']:>8.1f} {row['guard_ms']:>15.2f} {row['share']:>7.2%} {row['looks']:>6} "
-            f"{row['guard_ms'] * steps / max(row['looks'], 1):>8.2f} {row['spilled']:>9,}"
+            f"{row['context']:>8,} {row['p50']:>8.1f} {row['guard_ms']:>15.2f} {row['share']:>7.2%} {row['probes']:>6} "
+            f"{row['guard_ms'] * steps / max(row['probes'], 1):>8.2f} {row['spilled']:>9,}"
         )
 
 
@@ -88,7 +88,7 @@ def _row(lm: Any, config: FadeConfig, context: int, steps: int) -> dict[str, Any
         "share": fraction,
         "baseline": "decode",
         "ratio": fraction,
-        "looks": report["looks"],
+        "probes": report["probes"],
         "spilled": report["spilled"]["tokens"],
         "monitor_every": config.monitor_every,
     }

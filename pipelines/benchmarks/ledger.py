@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from data.reading import read_text
-from pipelines.reporting.machine import machine, processor, this_commit
+from pipelines.reporting.commit import this_commit
+from pipelines.reporting.machine import machine, processor
 from pipelines.reporting.rows import add_jsonl
 from predictor.errors import FadeError
 

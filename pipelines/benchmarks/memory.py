@@ -18,7 +18,6 @@ from data.lm import load_lm
 from fade_runtime import FadeConfig, create_tiered_cache
 from pipelines import cli
 from pipelines.benchmarks.ledger import record
-from pipelines.benchmarks.settings import DEMO_MODEL
 from pipelines.benchmarks.timing import STOCK, quantiles, ratio
 from pipelines.reporting.machine import machine
 from pipelines.reporting.rows import add_jsonl
@@ -47,7 +46,7 @@ class MemorySettings:
         ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
 
-    model: str = DEMO_MODEL
+    model: str = cli.DEMO_MODEL
     predictor: str | None = None
     contexts: list[int] = field(default_factory=lambda: [2048])
     new_tokens: int = 64

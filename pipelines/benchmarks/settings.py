@@ -10,9 +10,7 @@ import torch
 
 from data.lm import load_lm
 from pipelines.benchmarks.ledger import keep
-from pipelines.cli import at_least_one
-
-DEMO_MODEL = "artefacts/models/smollm2-135m-instruct"
+from pipelines.cli import DEMO_MODEL, at_least_one
 
 
 @dataclass(frozen=True)

@@ -84,5 +84,5 @@ def add_time(call: Callable[..., Any], seconds: dict[str, float], part: str) -> 
 
 
 def relative_error(logits: Tensor, expected: Tensor) -> float:
-    """Norm of the difference of two tensors of the same shape, divided by that of the expected one."""
+    """Norm of the difference of logits [..., V] and those expected, divided by the norm of the expected ones."""
     return float((logits - expected).norm() / expected.norm())

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from data.chat import chat_renderer
+from data.lm import encode
+from data.plan import CollectSettings, prepare
+from data.records import text_files
+from data.text import Document, load_documents
+from data.trace import Traces
+from pipelines.evaluation.tasks import PROSE
+from pipelines.evaluation.tasks.recall import recalled
+from pipelines.evaluation.tasks.task import PromptBuilder
 from predictor.errors import FadeError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from data.text import Document
 
 GENERATED = "generated:"  # texts of :mod:`pipelines.evaluation.tasks.recall`
 
@@ -27,7 +34,7 @@ class HeldOut:
 
 
 def choose_texts(
-    traces: Any,
+    traces: Traces | None,
     sources: Sequence[str] | Mapping[str, Sequence[str]],
     documents: int,
     context: int,
@@ -39,60 +46,54 @@ def choose_texts(
     Raises:
         FadeError: too few or too short documents, or text that is not what the traces were collected from.
     """
-    import torch
-
-    from data.lm import encode
-
-    length, made = context + steps, []
+    length = context + steps
+    generated: list[HeldOut] = []
     if traces is not None:
         found = _validation_documents(traces, documents, tokenizer)
     elif isinstance(sources, Mapping):
         found = []
         for name, places in sources.items():
-            generated = [place for place in places if place.startswith(GENERATED)]
-            files = [place for place in places if place not in generated]
+            kinds = [place for place in places if place.startswith(GENERATED)]
+            files = [place for place in places if place not in kinds]
             if files:
                 read = _read(_files(files), documents, length, tokenizer)
                 found += [replace(document, source=name) for document in read]
             else:
-                made += _generated(name, generated, documents, context, steps, tokenizer)
+                generated += _generated(name, kinds, documents, context, steps, tokenizer)
     else:
         found = _read(sources, documents, length, tokenizer)
-    chosen = []
-    for document in found:
-        tokens = torch.tensor(encode(tokenizer, document.text)[:length])[None]
-        if tokens.shape[1] < length:
-            raise FadeError(
-                f"document {document.id} has {tokens.shape[1]} tokens, context + steps is {length}; "
-                "lower context or steps"
-            )
-        chosen.append(HeldOut(document.id, document.source, tokens))
-    return chosen + made
+    return [_held_out(document, length, tokenizer) for document in found] + generated
+
+
+def _held_out(document: Document, length: int, tokenizer: Any) -> HeldOut:
+    """The first tokens of a document.
+
+    Raises:
+        FadeError: it has fewer.
+    """
+    tokens = torch.tensor(encode(tokenizer, document.text)[:length])[None]  # [1, S]
+    if tokens.shape[1] < length:
+        raise FadeError(
+            f"document {document.id} has {tokens.shape[1]} tokens, context + steps is {length}; lower context or steps"
+        )
+    return HeldOut(document.id, document.source, tokens)
 
 
 def _generated(
     source: str, places: Sequence[str], documents: int, context: int, steps: int, tokenizer: Any
 ) -> list[HeldOut]:
     """Records of which parts come again, of each kind in turn."""
-    import torch
-
-    from pipelines.evaluation.tasks import PROSE
-    from pipelines.evaluation.tasks.recall import recalled
-    from pipelines.evaluation.tasks.task import Wish
-
-    wish = Wish(tokenizer, -(-documents // len(places)), context, 0, PROSE)
-    kinds = [recalled(place.removeprefix(GENERATED), wish, steps) for place in places]
-    turns = [
+    builder = PromptBuilder(tokenizer, -(-documents // len(places)), context, 0, PROSE)
+    kinds = [recalled(place.removeprefix(GENERATED), builder, steps) for place in places]
+    texts = [
         HeldOut(f"{place}/{number}", source, torch.tensor(ids)[None])
         for number, texts in enumerate(zip(*kinds))
         for place, ids in zip(places, texts)
     ]
-    return turns[:documents]
+    return texts[:documents]
 
 
-def _validation_documents(traces: Any, documents: int, tokenizer: Any) -> list[Document]:
-    from data.plan import CollectSettings, prepare
-
+def _validation_documents(traces: Traces, documents: int, tokenizer: Any) -> list[Document]:
     tasks = prepare(CollectSettings(**traces.manifest["settings"]), tokenizer)
     found = [task.document for task in tasks if task.document.split == "validation"]
     known = [one["id"] for one in traces.manifest["documents"] if one["split"] == "validation"]
@@ -107,10 +108,6 @@ def _validation_documents(traces: Any, documents: int, tokenizer: Any) -> list[D
 
 
 def _read(sources: Sequence[str], documents: int, length: int, tokenizer: Any) -> list[Document]:
-    from data.chat import chat_renderer
-    from data.lm import encode
-    from data.text import load_documents
-
     return load_documents(
         sources,
         train=0,
@@ -123,7 +120,5 @@ def _read(sources: Sequence[str], documents: int, length: int, tokenizer: Any) -
 
 def _files(places: Sequence[str]) -> list[str]:
     """The files of a named source; those of a folder one by one, so that documents come from each in turn."""
-    from data.records import text_files
-
     folders = {place: text_files(Path(place)) for place in places if Path(place).is_dir()}
     return [str(file) for place in places for file in folders.get(place, [place])]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import binomtest, t
 
-Z = 1.959963984540054  # of a 95 % interval of the normal distribution
 RESAMPLES = 4000
 SMALLEST = 1e-6  # losses below this are all the same
 
@@ -20,10 +20,8 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
         >>> tuple(round(bound, 3) for bound in wilson(8, 10))
         (0.49, 0.943)
     """
-    share, z2 = successes / n, Z * Z
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z / (1 + z2 / n) * np.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, float(middle - half)), min(1.0, float(middle + half))
+    interval = binomtest(successes, n).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
@@ -39,8 +37,8 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
         (True, True)
     """
     data = np.asarray(values, float)
-    drawn = np.random.default_rng(0).integers(len(data), size=(RESAMPLES, len(data)))
-    low, high = np.percentile(data[drawn].mean(1), [2.5, 97.5])
+    resampled = np.random.default_rng(0).integers(len(data), size=(RESAMPLES, len(data)))
+    low, high = np.percentile(data[resampled].mean(1), [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -68,8 +66,6 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float,
         >>> round(times, 2), round(low, 2), round(high, 2)
         (2.06, 1.32, 3.22)
     """
-    from scipy.stats import t
-
     logs = np.log(np.maximum(theirs, SMALLEST)) - np.log(np.maximum(ours, SMALLEST))
     mean, n = float(logs.mean()), len(logs)
     half = float(t.ppf(0.975, n - 1) * logs.std(ddof=1) / np.sqrt(n)) if n > 1 else np.inf

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from fade_runtime import FadeConfig
+from fade_runtime.config import PRESETS
+from fade_runtime.policies import POLICIES
+from pipelines.evaluation.oracle import Oracle
+from pipelines.evaluation.peer import MissingPeer, Peer, PeerError
+from pipelines.evaluation.peers import make_peer
+from pipelines.evaluation.runs import Method
+from pipelines.reporting.rows import FULL
+from predictor.bundle import Predictor
 from predictor.errors import FadeError
 
-if TYPE_CHECKING:
-    from pipelines.evaluation.measure import Method
-    from pipelines.evaluation.peers import PeerError
-    from predictor.bundle import Predictor
-
 T = TypeVar("T")
-POLICIES = ("position", "h2o", "ema", "adaptive")
-METHODS = ("full", "safe", *POLICIES, "learned", "fastgen")
-PRESETS = ("safe", "balanced", "aggressive")
+METHODS = (FULL, "safe", *POLICIES)
 
 
 class Skipped:
-    """What could not be run: said on the error stream when it happens, and kept for the report.
+    """What could not be run: named on the error stream when it happens, and kept for the report.
 
     Attributes:
-        lines: what was said. failed: first cells of the rows that began and failed, which the tables show as that.
+        lines: the messages. failed: first columns of the rows that began and failed, which the tables show as that.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class Skipped:
         self.failed: list[Sequence[str]] = []
 
     def add(self, line: str, *failed: str) -> None:
-        """Say it and keep it; with the first cells of a row that failed."""
+        """Print a message and keep it; with the first columns of a row that failed."""
         self.lines.append(line)
         self.failed += [failed] if failed else []
         print(f"\nskipped: {line}", file=sys.stderr)
@@ -66,7 +68,7 @@ def check_methods(
         raise FadeError(f"budget {budget} is not a share of the context; use a float in (0, 1]")
 
 
-def possible(
+def available_methods(
     methods: Sequence[str],
     configs: Mapping[str, Mapping[str, Any]],
     predictors: Mapping[str, Predictor],
@@ -78,8 +80,6 @@ def possible(
     Raises:
         FadeError: options of a config that are refused; it names them.
     """
-    from pipelines.evaluation.peers import MissingPeer
-
     made = make_methods([], configs, predictors, budget)
     for name in dict.fromkeys(methods):
         try:
@@ -89,19 +89,17 @@ def possible(
     return made
 
 
-def with_those_able(
-    able: list[Method], run: Callable[[list[Method]], T], failed: Callable[[Method, PeerError], None]
+def run_without_failing(
+    methods: list[Method], run: Callable[[list[Method]], T], on_failure: Callable[[Method, PeerError], None]
 ) -> T:
-    """Run methods; leave out of ``able`` each of another project that fails, say so, and run the others again."""
-    from pipelines.evaluation.peers import PeerError
-
+    """Run methods; remove from ``methods`` each of another project that fails, name it, and run the others again."""
     while True:
         try:
-            return run(able)
+            return run(methods)
         except PeerError as error:
-            one = next(method for method in able if method.config is error.peer)
-            able.remove(one)
-            failed(one, error)
+            failing = next(method for method in methods if method.config is error.peer)
+            methods.remove(failing)
+            on_failure(failing, error)
 
 
 def make_methods(
@@ -110,46 +108,73 @@ def make_methods(
     predictors: Mapping[str, Predictor],
     budget: float,
 ) -> list[Method]:
-    """The full cache first, whether asked for or not, then one entry for each method and predictor.
+    """The full cache first, whether it is named or not, then one entry for each method and predictor.
 
     Raises:
         FadeError: options of a config that FadeConfig refuses; it names them.
     """
-    from fade_runtime import FadeConfig
-    from pipelines.evaluation.measure import FULL, Method
-
     made = [Method(FULL, None)]
     for name in dict.fromkeys(methods):
         if name in configs:
-            made.append(Method(name, _config(name, configs[name], predictors)))
+            made.append(Method(name, make_config(name, configs[name], predictors)))
         elif name == "safe":
             made.append(Method(name, FadeConfig.safe()))
-        elif name in (*POLICIES, "fastgen"):
-            made.append(Method(name, FadeConfig(int4_budget=budget, eviction_policy=name)))
         elif name == "learned":
             made += [
                 Method(label, FadeConfig(int4_budget=budget, eviction_policy="learned", predictor=predictor))
                 for label, predictor in predictors.items()
             ]
+        elif name in POLICIES:
+            made.append(Method(name, FadeConfig(int4_budget=budget, eviction_policy=name)))
     return made
 
 
-def _config(name: str, options: Mapping[str, Any], predictors: Mapping[str, Predictor]) -> Any:
-    from fade_runtime import FadeConfig
-    from pipelines.evaluation.oracle import Oracle
-    from pipelines.evaluation.peers import make_peer
+def make_config(
+    name: str, options: Mapping[str, Any], predictors: Mapping[str, Predictor]
+) -> FadeConfig | Oracle | Peer:
+    """What the options of a named configuration ask for.
 
-    given = dict(options)
-    if given.get("predictor") in predictors:
-        given["predictor"] = predictors[given["predictor"]]
-    preset = given.pop("preset", "safe")
+    Args:
+        name: of the configuration, for errors. options: of FadeConfig, or ``peer`` and its own; ``predictor`` may name
+            one of ``predictors``, ``preset`` a preset to start from, ``oracle`` says that the cache knows the future.
+        predictors: name -> predictor.
+
+    Raises:
+        FadeError: options that are refused; it names the configuration.
+    """
+    left = dict(options)
+    if left.get("predictor") in predictors:
+        left["predictor"] = predictors[left["predictor"]]
+    preset = left.pop("preset", "safe")
     try:
-        if "peer" in given:
-            return make_peer(given.pop("peer"), given)
-        if preset not in PRESETS:
-            raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-        knows = given.pop("oracle", False)
-        made = getattr(FadeConfig, preset)(**given)
-        return Oracle(made) if knows else made
+        if "peer" in left:
+            return make_peer(left.pop("peer"), left)
+        is_oracle = left.pop("oracle", False)
+        config = from_preset(preset, left)
+        return Oracle(config) if is_oracle else config
     except FadeError as error:
         raise type(error)(f"config {name!r}: {error}") from error
+
+
+def from_preset(preset: str, options: Mapping[str, Any]) -> FadeConfig:
+    """A FadeConfig that begins with a preset.
+
+    Raises:
+        FadeError: no such preset, or options that it refuses.
+
+    Example:
+        >>> from_preset("aggressive", {"int4_budget": 0.1}).int4_budget
+        0.1
+    """
+    check_preset(preset)
+    return getattr(FadeConfig, preset)(**options)
+
+
+def check_preset(preset: str) -> None:
+    """Refuse a name that is no preset's.
+
+    Raises:
+        FadeError: names the presets.
+    """
+    if preset not in PRESETS:
+        raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")

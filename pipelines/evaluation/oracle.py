@@ -5,7 +5,7 @@ No cache can be made of it. It says how much better a predictor could still beco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Oracle:
 
 
 class Foresight(Policy):
-    """What is going to be looked at, known beforehand.
+    """Attention that is going to be received, known beforehand.
 
     Args:
         future: [H, S] attention that each token of the prompt is going to receive. policy: gives budgets of heads.
@@ -42,7 +42,7 @@ class Foresight(Policy):
         self.future, self.policy = future, policy
 
     def start(self, prompt: Prompt) -> Tensor:
-        """All that there is to know."""
+        """All that there is to know, [H, S]."""
         return self.future
 
     def weights(self, steps: int, device: torch.device) -> None:
@@ -52,9 +52,9 @@ class Foresight(Policy):
         """Those of the cache's own policy."""
         return self.policy.head_shares(layer, share)
 
-    def score(self, state: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
-        """The future itself."""
-        return state
+    def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
+        """The future itself [T]."""
+        return attention_stats
 
 
 def future_attention(model: Any, tokens: Tensor, prompt: int) -> dict[int, Tensor]:
@@ -74,6 +74,6 @@ def future_attention(model: Any, tokens: Tensor, prompt: int) -> dict[int, Tenso
 
 
 def foresee(cache: Any, future: dict[int, Tensor]) -> None:
-    """Give each tiered layer of an empty cache its part of the future."""
+    """Give each tiered layer of an empty cache its part of the future: layer -> [H, S]."""
     for layer in cache.tiered:
-        layer.policy = Foresight(future[layer.index], layer.policy)
+        layer.setup = replace(layer.setup, policy=Foresight(future[layer.index], layer.policy))

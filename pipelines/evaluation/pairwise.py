@@ -1,4 +1,4 @@
-"""Ours against other projects' caches at equal bytes: who wins, on which kind of text, at which size."""
+"""Pairwise comparisons: ours against each other cache at equal bytes, by kind of text and size."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from pipelines.evaluation.intervals import paired_ratio
 from pipelines.evaluation.sizing import NEAR
+from pipelines.reporting.rows import compression, mean
 from pipelines.reporting.tables import markdown_table
 
-CELL_COLUMNS = ("size", "text", "against", "texts", "KL, ours", "KL, theirs", "of ours", "95 %", "result")
+COLUMNS = ("size", "text", "against", "texts", "KL, ours", "KL, theirs", "of ours", "95 %", "result")
 Row = Mapping[str, Any]
 
 
@@ -18,11 +19,11 @@ def sizes(run: Row) -> list[float]:
     return sorted({one["ratio"] for one in run["sized"]})
 
 
-def standing(run: Row, methods: Sequence[Row], ratio: float, ours: str) -> dict[str, str]:
-    """Which methods are held against each other at a size, where ours has at most the bytes of each other one.
+def contestants(run: Row, methods: Sequence[Row], ratio: float, ours: str) -> dict[str, str]:
+    """Which methods are compared at a size, where ours has at most the bytes of each other one.
 
-    A cache that was set to the size stands there. One with nothing to set stands at the first size that it is not much
-    smaller than. Oracles stand nowhere.
+    A cache that was set to the size is compared there. One with nothing to set is compared at the first size that it
+    is not much smaller than. Oracles are not compared.
 
     Args:
         run: first line of an evaluation's results. methods: its rows by method. ratio: the size. ours: a configuration.
@@ -34,12 +35,12 @@ def standing(run: Row, methods: Sequence[Row], ratio: float, ours: str) -> dict[
         >>> run = {"sized": [{"config": "ours", "ratio": ratio, "method": f"ours {ratio}x"} for ratio in (3, 6)],
         ...        "settings": {"configs": {"ours 3x": {}, "ours 6x": {}, "q4": {"peer": "q"}, "q2": {"peer": "q"}}}}
         >>> methods = [{"method": "q4", "compression": 3.1}, {"method": "q2", "compression": 5.6}]
-        >>> standing(run, methods, 3, "ours"), standing(run, methods, 6, "ours")
+        >>> contestants(run, methods, 3, "ours"), contestants(run, methods, 6, "ours")
         ({'ours': 'ours 3x', 'q4': 'q4'}, {'ours': 'ours 6x', 'q2': 'q2'})
     """
     configs, fitted = run["settings"]["configs"], {one["method"] for one in run["sized"]}
-    here = [one for one in run["sized"] if one["ratio"] == ratio and not configs[one["method"]].get("oracle")]
-    found = {one["config"]: one["method"] for one in sorted(here, key=lambda one: one["config"] != ours)}
+    at_size = [one for one in run["sized"] if one["ratio"] == ratio and not configs[one["method"]].get("oracle")]
+    found = {one["config"]: one["method"] for one in sorted(at_size, key=lambda one: one["config"] != ours)}
     for row in methods:
         if "peer" in configs.get(row["method"], {}) and row["method"] not in fitted:
             reached = [size for size in sizes(run) if row["compression"] <= NEAR * size]
@@ -69,45 +70,45 @@ def unreached(run: Row, methods: Sequence[Row]) -> list[str]:
     ]
 
 
-def cells(run: Row, documents: Sequence[Row], methods: Sequence[Row], ours: str) -> list[dict[str, Any]]:
+def pairwise_rows(run: Row, documents: Sequence[Row], methods: Sequence[Row], ours: str) -> list[dict[str, Any]]:
     """One row for each size, kind of text and other cache.
 
     Args:
         run, documents, methods: lines of an evaluation's results. ours: name of our configuration.
     """
-    found = []
+    rows = []
     kinds = list(dict.fromkeys(row["source"] for row in documents))
     at = {(row["method"], row["document"]): row for row in documents}
     for ratio in sizes(run):
-        stands = standing(run, methods, ratio, ours)
+        methods_of = contestants(run, methods, ratio, ours)
         for kind in kinds:
             texts = list(dict.fromkeys(row["document"] for row in documents if row["source"] == kind))
-            for other in (name for name in stands if name != ours):
-                mine, theirs = ([at[stands[name], text] for text in texts] for name in (ours, other))
-                found.append({"kind": "cell", "ratio": ratio, "source": kind, "against": other, **_held(mine, theirs)})
-    return found
+            for other in (name for name in methods_of if name != ours):
+                pair = ([at[methods_of[name], text] for text in texts] for name in (ours, other))
+                rows.append({"kind": "cell", "ratio": ratio, "source": kind, "against": other, **_compared(*pair)})
+    return rows
 
 
-def _held(mine: Sequence[Row], theirs: Sequence[Row]) -> dict[str, Any]:
+def _compared(ours: Sequence[Row], theirs: Sequence[Row]) -> dict[str, Any]:
     """Both caches on the same texts, and whether their losses differ; nothing is won with more bytes."""
-    kl = [[row["kl"] for row in rows] for rows in (mine, theirs)]
+    kl = [[row["kl"] for row in rows] for rows in (ours, theirs)]
     times, (low, high) = paired_ratio(*kl)
-    larger = _compression(mine) < 0.99 * _compression(theirs)
+    larger = compression(ours) < 0.99 * compression(theirs)
     return {
-        "texts": [row["document"] for row in mine],
+        "texts": [row["document"] for row in ours],
         "ours_kl": kl[0],
         "theirs_kl": kl[1],
-        "ours_compression": _compression(mine),
-        "theirs_compression": _compression(theirs),
+        "ours_compression": compression(ours),
+        "theirs_compression": compression(theirs),
         "times": times,
         "interval": [low, high],
         "result": "larger" if larger else "win" if low > 1 else "lose" if high < 1 else "tie",
     }
 
 
-def size_table(cells: Sequence[Row], ratio: float) -> str:
+def size_table(comparisons: Sequence[Row], ratio: float) -> str:
     """Caches of one size: true compression, and mean KL on each kind of text with the result, in Markdown."""
-    here = [row for row in cells if row["ratio"] == ratio]
+    here = [row for row in comparisons if row["ratio"] == ratio]
     kinds, others = (list(dict.fromkeys(row[key] for row in here)) for key in ("source", "against"))
     at = {(row["source"], row["against"]): row for row in here}
     first = [at[kind, others[0]] for kind in kinds]
@@ -119,8 +120,8 @@ def size_table(cells: Sequence[Row], ratio: float) -> str:
     return markdown_table(("cache", "compression", *kinds), lines, words=1)
 
 
-def cell_table(cells: Sequence[Row]) -> str:
-    """Every cell with its interval, in Markdown."""
+def pairwise_table(comparisons: Sequence[Row]) -> str:
+    """Every comparison with its interval, in Markdown."""
     lines = [
         (
             f"{row['ratio']:g}x",
@@ -133,34 +134,32 @@ def cell_table(cells: Sequence[Row]) -> str:
             f"{_short(row['interval'][0])} - {_short(row['interval'][1])}",
             row["result"],
         )
-        for row in cells
+        for row in comparisons
     ]
-    return markdown_table(CELL_COLUMNS, lines, words=3)
+    return markdown_table(COLUMNS, lines, words=3)
 
 
-def summary(cells: Sequence[Row]) -> str:
-    """How many cells were won, and by name those that were not."""
+def summary(comparisons: Sequence[Row]) -> str:
+    """How many comparisons were won, and by name those that were not."""
     words = {"win": "won", "tie": "tied", "lose": "lost", "larger": "not equal (ours takes more bytes)"}
-    count = {result: sum(row["result"] == result for row in cells) for result in words}
-    lines = [f"Of {len(cells)} cells: {', '.join(f'{n} {words[result]}' for result, n in count.items() if n)}."]
+    count = {result: sum(row["result"] == result for row in comparisons) for result in words}
+    lines = [f"Of {len(comparisons)} cells: {', '.join(f'{n} {words[result]}' for result, n in count.items() if n)}."]
     for result in ("lose", "tie", "larger"):
         named = [
-            f"{row['against']} at {row['ratio']:g}x on {row['source']}" for row in cells if row["result"] == result
+            f"{row['against']} at {row['ratio']:g}x on {row['source']}"
+            for row in comparisons
+            if row["result"] == result
         ]
         lines += [f"{words[result].capitalize()}: {'; '.join(named)}."] if named else []
     return "\n\n".join(lines)
 
 
-def _compression(rows: Sequence[Row]) -> float:
-    return sum(row["full_bytes"] for row in rows) / sum(row["resident_bytes"] for row in rows)
-
-
 def _mean_of(rows: Sequence[Row], key: str) -> float:
-    return sum(row[key] for row in rows) / len(rows)
+    return mean([row[key] for row in rows])
 
 
 def _kl(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.4f}"
+    return f"{mean(values):.4f}"
 
 
 def _times(value: float) -> str:

@@ -1,98 +1,21 @@
-"""Other projects' caches beside ours: transformers' quantised cache, kvpress, fade-kv. Each only when it is installed.
-
-A peer works the way its own documentation shows: it compresses what it compresses while the prompt is read, or after
-it, and then decodes. Its bytes are counted by walking what is reachable from its cache, not taken from its own report.
-"""
+"""Other projects' caches: transformers' quantised cache, kvpress, fade-kv. Each only when it is installed."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import QuantizedCache
 
 from fade_runtime.transformers_api import forward_kwargs, geometry
+from pipelines.evaluation.peer import Peer, peer_errors
 from predictor.errors import FadeError
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A cache of another project.
-
-    Attributes:
-        package: what must be importable. install: how pip names it.
-        stride: tokens that may come in one call and leave the cache as they would one at a time.
-        stores: the cache stores a prompt's keys and values, whoever reads it, and does the rest by :meth:`listen`.
-        keeps_positions: after it has evicted, tokens go on at their place in the text, and the caller must say so.
-    """
-
-    package: ClassVar[str]
-    install: ClassVar[str]
-    stride: ClassVar[int] = 64
-    stores: ClassVar[bool] = False
-    keeps_positions: ClassVar[bool] = False
-
-    def imported(self, name: str = "") -> Any:
-        """The package, or a module in it.
-
-        Raises:
-            MissingPeer: it is not installed.
-        """
-        try:
-            return importlib.import_module(f"{self.package}{name}")
-        except ImportError as error:
-            raise MissingPeer(
-                f"{self.package} cannot be imported ({error}); pip install {self.install}, or leave its caches out"
-            ) from error
-
-    def cache(self, model: Any) -> Any:
-        """An empty cache for the model."""
-        return DynamicCache(config=model.config)
-
-    def read(self, model: Any, tokens: Tensor, cache: Any) -> Tensor:
-        """Read a prompt [1, S] into the cache, compress; the logits after its last token: [1, V]."""
-        return model(tokens, logits_to_keep=1, use_cache=True, **forward_kwargs(cache, model)).logits[0]
-
-    def listen(self, model: Any, cache: Any) -> AbstractContextManager[None]:
-        """While this lasts, the model reads a prompt, and the cache stores it."""
-        return nullcontext()
-
-    def copied(self, cache: Any) -> Any:
-        """A copy of a cache, to go on in another way."""
-        return copy.deepcopy(cache)
-
-
-class MissingPeer(FadeError):
-    """A peer's package is not installed, or does not work here."""
-
-
-class PeerError(FadeError):
-    """A peer failed, said in one line.
-
-    Attributes:
-        peer: which one.
-    """
-
-    def __init__(self, peer: Peer, tokens: int, error: Exception) -> None:
-        said = " ".join(str(error).split()) or "no message"
-        super().__init__(f"{peer.package} failed on {tokens} tokens: {type(error).__name__}: {said[:300]}")
-        self.peer = peer
-
-
-@contextmanager
-def blamed(peer: Peer, tokens: int) -> Iterator[None]:
-    """Whatever another project's code raises while it has ``tokens`` in hand becomes a :class:`PeerError`."""
-    try:
-        yield
-    except Exception as error:
-        raise PeerError(peer, tokens, error) from error
 
 
 @dataclass(frozen=True)
@@ -102,7 +25,7 @@ class Quantised(Peer):
     Source: Liu et al. 2024, KIVI (arXiv 2402.02750), as transformers implements it.
 
     Attributes:
-        nbits: of keys and values. q_group_size: elements that share a scale. axis_key, axis_value: of the groups.
+        nbits: of keys and values. q_group_size: elements of one scale. axis_key, axis_value: of the groups.
     """
 
     nbits: int = 4
@@ -116,8 +39,6 @@ class Quantised(Peer):
 
     def cache(self, model: Any) -> Any:
         """An empty cache of the backend."""
-        from transformers import QuantizedCache
-
         self.imported()
         options = {each.name: getattr(self, each.name) for each in fields(self)}
         return QuantizedCache(self.backend, model.config, residual_length=self.stride, **options)
@@ -155,7 +76,7 @@ class Kvpress(Peer):
     """A press of kvpress: what it drops while the prompt is read never comes back, what it keeps stays as it is.
 
     Attributes:
-        press: name of its class, such as SnapKVPress. options: of the press; ``compression_ratio`` is the share that
+        press: name of its class, such as SnapKVPress. options: of the press; ``compression_ratio`` is the part that
             it drops.
     """
 
@@ -167,7 +88,7 @@ class Kvpress(Peer):
     stores: ClassVar[bool] = True
     keeps_positions: ClassVar[bool] = True
 
-    def made(self) -> Any:
+    def make_press(self) -> Any:
         """The press.
 
         Raises:
@@ -183,20 +104,20 @@ class Kvpress(Peer):
             raise FadeError(f"press {self.press} does not take {dict(self.options)}: {error}") from error
 
     def read(self, model: Any, tokens: Tensor, cache: Any) -> Tensor:
-        """Read a prompt while the press is on."""
-        with hooked(model, self.made()):
+        """Read a prompt [1, S] while the press is on; the logits after its last token: [1, V]."""
+        with hooked(model, self.make_press()):
             return super().read(model, tokens, cache)
 
     def listen(self, model: Any, cache: Any) -> AbstractContextManager[None]:
         """The press works on this cache while the model reads a prompt into another."""
-        return hooked(model, self.made(), cache, self)
+        return hooked(model, self.make_press(), cache, self)
 
 
 def under_older_names(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What an attention module was called with, as kvpress reads it: the cache and the positions under older names."""
     cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))
-    held, new = cache.layers[module.layer_idx].get_seq_length(), kwargs["hidden_states"].shape[1]
-    return {"cache_position": torch.arange(held - new, held), **kwargs, "past_key_values": cache}
+    length, new = cache.layers[module.layer_idx].get_seq_length(), kwargs["hidden_states"].shape[1]
+    return {"cache_position": torch.arange(length - new, length), **kwargs, "past_key_values": cache}
 
 
 @contextmanager
@@ -209,12 +130,12 @@ def hooked(model: Any, press: Any, cache: Any = None, peer: Peer | None = None) 
         FadeError: the press masks what it drops: that frees no memory, and the mask is the model's, not the cache's.
     """
 
-    def hook(module: nn.Module, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         kwargs = kwargs if cache is None else {**kwargs, "past_key_values": cache}
         if peer is None:
-            return press.forward_hook(module, given, under_older_names(module, kwargs), output)
-        with blamed(peer, kwargs["hidden_states"].shape[1]):
-            out = press.forward_hook(module, given, under_older_names(module, kwargs), output)
+            return press.forward_hook(module, args, under_older_names(module, kwargs), output)
+        with peer_errors(peer, kwargs["hidden_states"].shape[1]):
+            out = press.forward_hook(module, args, under_older_names(module, kwargs), output)
             refuse_masks([module], press)  # at once: other presses listen too
             return out
 
@@ -278,7 +199,7 @@ class FadeKv(Peer):
         return Adapted(dtype=model.dtype, head_dim=dim, **options)
 
     def read(self, model: Any, tokens: Tensor, cache: Any) -> Tensor:
-        """Read a prompt with eager attention, then let fade-kv assign tiers by what it received."""
+        """Read a prompt [1, S] with eager attention, then let fade-kv assign tiers by what it received: [1, V]."""
         policy, before = self.imported(".policy"), model.config._attn_implementation
         model.set_attn_implementation("eager")
         try:
@@ -311,16 +232,16 @@ def make_peer(name: str, options: Mapping[str, Any]) -> Peer:
     """
     if name not in PEERS:
         raise FadeError(f"peer {name!r} is not known; choose from {', '.join(PEERS)}")
-    made = PEERS[name]
-    own = {each.name for each in fields(made)}  # type: ignore[arg-type]
-    spare = {key: value for key, value in options.items() if key not in own}
-    if spare and "options" not in own:
-        raise FadeError(f"peer {name!r} has no option {min(spare)!r} but {', '.join(sorted(own))}")
-    given = {key: value for key, value in options.items() if key in own}
-    peer = made(**given, **({"options": spare} if spare else {}))
+    kind = PEERS[name]
+    own = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    others = {key: value for key, value in options.items() if key not in own}
+    if others and "options" not in own:
+        raise FadeError(f"peer {name!r} has no option {min(others)!r} but {', '.join(sorted(own))}")
+    known = {key: value for key, value in options.items() if key in own}
+    peer = kind(**known, **({"options": others} if others else {}))
     peer.imported()
     if isinstance(peer, Kvpress):
-        peer.made()
+        peer.make_press()
     return peer
 
 
@@ -333,46 +254,3 @@ def versions(peers: Iterable[Peer]) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "of no known version"  # a folder on the path
     return found
-
-
-def resident_bytes(cache: Any, dtype: torch.dtype) -> int:
-    """Bytes of every storage reachable from a cache, had the model been of two-byte floats.
-
-    Only tensors of the model's own ``dtype`` shrink with it. Views count their whole storage, each storage once.
-
-    Example:
-        >>> kept = {"codes": torch.zeros(10, dtype=torch.uint8), "scale": [torch.ones(4)], "again": torch.ones(4)}
-        >>> resident_bytes(kept, torch.float32)
-        26
-    """
-    stored: dict[int, int] = {}
-    for tensor in reachable(cache):
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        stored[storage.data_ptr()] = size * 2 // dtype.itemsize if tensor.dtype == dtype else size
-    stored.pop(0, None)  # empty tensors have no storage
-    return sum(stored.values())
-
-
-def reachable(thing: Any) -> Iterator[Tensor]:
-    """Plain tensors in containers, objects' attributes and tensor subclasses, each object once; no model's."""
-    seen: set[int] = set()
-    waiting = [thing]
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, nn.Module | type | str | bytes):
-            continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            names = one.__tensor_flatten__()[0] if hasattr(one, "__tensor_flatten__") else ()
-            if names:
-                waiting += [getattr(one, name) for name in names]
-            else:
-                yield one
-        elif isinstance(one, Mapping):
-            waiting += one.values()
-        elif isinstance(one, list | tuple | set | frozenset):
-            waiting += one
-        else:
-            waiting += vars(one).values() if hasattr(one, "__dict__") else []
-            waiting += [getattr(one, name) for name in getattr(one, "__slots__", ()) if hasattr(one, name)]

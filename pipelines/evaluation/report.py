@@ -58,20 +58,20 @@ def method_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     rows = []
     for name in dict.fromkeys(row["method"] for row in documents):
-        mine = [row for row in documents if row["method"] == name]
-        resident, full = (mean([row[key] for row in mine]) for key in ("resident_bytes", "full_bytes"))
+        rows_of = [row for row in documents if row["method"] == name]
+        resident, full = (mean([row[key] for row in rows_of]) for key in ("resident_bytes", "full_bytes"))
         rows.append(
             {
                 "kind": "method",
                 "method": name,
-                "documents": len(mine),
-                "kl": mean([row["kl"] for row in mine]),
-                "kl_worst": max(row["kl"] for row in mine),
-                "top1": mean([row["top1"] for row in mine]),
+                "documents": len(rows_of),
+                "kl": mean([row["kl"] for row in rows_of]),
+                "kl_worst": max(row["kl"] for row in rows_of),
+                "top1": mean([row["top1"] for row in rows_of]),
                 "resident_bytes": resident,
                 "full_bytes": full,
                 "compression": full / resident,
-                **{key: _mean_or_none([row[key] for row in mine]) for key in ("tokens_per_second", "speed")},
+                **{key: _mean_or_none([row[key] for row in rows_of]) for key in ("tokens_per_second", "speed")},
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""Caches of equal size: one option of each is set so that its cache takes the bytes that are asked for.
+"""Caches of equal size: one option of each is set so that its cache takes a target of bytes.
 
 The option's value in a configuration is the word "fit". Bytes are those that are measured on a text, not those that an
 option promises.
@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelines.evaluation.methods import Skipped, make_methods, possible, with_those_able
+from torch import Tensor
+
+from pipelines.evaluation.measure import compare
+from pipelines.evaluation.methods import Skipped, available_methods, make_methods, run_without_failing
+from predictor.bundle import Predictor
 from predictor.errors import FadeError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from predictor.bundle import Predictor
-
 FIT = "fit"
-ENDS = (0.01, 0.99)  # of the options that are fitted: shares
+ENDS = (0.01, 0.99)  # of the options that are fitted: fractions of the context
 ROUNDS = 8  # after the ends, at most
-CLOSE = 0.004  # of the bytes wanted; a token of ten times smaller caches of 2,000 tokens is .5 %
-NEAR = 1.05  # a cache without an option to fit that is this much smaller than asked for still counts as of that size
+CLOSE = 0.004  # of the target's bytes; a token of ten times smaller caches of 2,000 tokens is .5 %
+NEAR = 1.05  # a cache without an option to fit that is this much smaller than the target still counts as of that size
 
 
 @dataclass(frozen=True)
@@ -57,46 +56,46 @@ def to_fit(configs: Mapping[str, Mapping[str, Any]], ratios: Sequence[float]) ->
     """
     if wrong := [ratio for ratio in ratios if not ratio > 1]:
         raise FadeError(f"ratios has {wrong[0]}; use numbers above 1, as many times smaller than the full cache")
-    found: list[Sized] = []
+    targets: list[Sized] = []
     for name, options in configs.items():
         fitted = [option for option, value in options.items() if value == FIT]
         if len(fitted) > 1:
             raise FadeError(f"config {name!r} fits {' and '.join(fitted)}; only one option can be {FIT!r}")
         if fitted and not ratios:
             raise FadeError(f"config {name!r} fits {fitted[0]}; say to which sizes with ratios, such as [3.2, 6]")
-        found += [Sized(f"{name} {ratio:g}x", name, ratio, fitted[0]) for ratio in ratios if fitted]
-    if ratios and not found:
+        targets += [Sized(f"{name} {ratio:g}x", name, ratio, fitted[0]) for ratio in ratios if fitted]
+    if ratios and not targets:
         raise FadeError(f"ratios are given, but no config has an option {FIT!r}")
-    return found
+    return targets
 
 
-def spread(
+def with_fitted(
     names: Sequence[str], configs: Mapping[str, Mapping[str, Any]], sized: Sequence[Sized]
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """Names and configurations with each fitted one in place of its pattern.
 
     Example:
         >>> sized = [Sized("ours 6x", "ours", 6.0, "int4_budget", 0.4)]
-        >>> spread(["safe", "ours"], {"ours": {"int4_budget": "fit"}}, sized)
+        >>> with_fitted(["safe", "ours"], {"ours": {"int4_budget": "fit"}}, sized)
         (['safe', 'ours 6x'], {'ours 6x': {'int4_budget': 0.4}})
     """
-    made: dict[str, list[Sized]] = {}
+    fitted: dict[str, list[str]] = {}
     for one in sized:
-        made.setdefault(one.config, []).append(one)
-    every = [each for name in names for each in ([one.method for one in made[name]] if name in made else [name])]
-    kept = {name: dict(options) for name, options in configs.items() if name not in made}
-    return every, kept | {one.method: {**configs[one.config], one.option: one.value} for one in sized}
+        fitted.setdefault(one.config, []).append(one.method)
+    methods = [each for name in names for each in fitted.get(name, [name])]
+    others = {name: dict(options) for name, options in configs.items() if name not in fitted}
+    return methods, others | {one.method: {**configs[one.config], one.option: one.value} for one in sized}
 
 
 Measure = Callable[[Sequence[Sized]], Sequence[float]]
 
 
-def fit(wanted: Sequence[Sized], measure: Measure, smaller: Callable[[Sized], bool]) -> list[Sized]:
+def fit(targets: Sequence[Sized], measure: Measure, smaller: Callable[[Sized], bool]) -> list[Sized]:
     """Find the option of each, by false position; most are near linear in bytes.
 
     Args:
-        wanted: of :func:`to_fit`. measure: gives the compressions of settings, all of which it may measure at once.
-        smaller: whether a cache must be at least as small as asked for; the others must be no smaller.
+        targets: of :func:`to_fit`. measure: gives the compressions of settings, all of which it may measure at once.
+        smaller: whether a cache must be at least as small as its target; the others must be no smaller.
 
     Returns:
         Each with the value that comes nearest on its side, or with the end of the range that does.
@@ -105,34 +104,34 @@ def fit(wanted: Sequence[Sized], measure: Measure, smaller: Callable[[Sized], bo
         (the Illinois method).
 
     Example:
-        >>> asked = [Sized("theirs 6x", "theirs", 6.0, "kept")]
-        >>> found, = fit(asked, lambda settings: [1 / one.value for one in settings], smaller=lambda one: False)
-        >>> round(found.value, 3), round(found.compression, 2)
+        >>> targets = [Sized("theirs 6x", "theirs", 6.0, "kept")]
+        >>> fitted, = fit(targets, lambda settings: [1 / one.value for one in settings], smaller=lambda one: False)
+        >>> round(fitted.value, 3), round(fitted.compression, 2)
         (0.167, 5.99)
     """
-    tried: dict[str, list[Sized]] = {one.method: [] for one in wanted}
-    ends = [replace(one, value=end) for one in _first_of_each(wanted) for end in ENDS]
+    tried: dict[str, list[Sized]] = {one.method: [] for one in targets}
+    ends = [replace(one, value=end) for one in _first_of_each(targets) for end in ENDS]
     for end in _measured(ends, measure):
-        for one in wanted:
+        for one in targets:
             if one.config == end.config:
                 tried[one.method].append(replace(one, value=end.value, compression=end.compression))
-    searches = {one.method: _Search(one.ratio, smaller(one), *tried[one.method]) for one in wanted}
+    searches = {one.method: _Search(one.ratio, smaller(one), *tried[one.method]) for one in targets}
     for _ in range(ROUNDS):
-        open_ = [one for one in wanted if not searches[one.method].done]
-        if not open_:
+        unfinished = [one for one in targets if not searches[one.method].done]
+        if not unfinished:
             break
-        for one in _measured([replace(one, value=searches[one.method].next) for one in open_], measure):
+        for one in _measured([replace(one, value=searches[one.method].next) for one in unfinished], measure):
             searches[one.method].take(one)
-    return [searches[one.method].best for one in wanted]
+    return [searches[one.method].best for one in targets]
 
 
-def _first_of_each(wanted: Sequence[Sized]) -> list[Sized]:
-    return list({one.config: one for one in reversed(wanted)}.values())
+def _first_of_each(targets: Sequence[Sized]) -> list[Sized]:
+    return list({one.config: one for one in reversed(targets)}.values())
 
 
 def _measured(settings: Sequence[Sized], measure: Measure) -> list[Sized]:
-    found = measure([replace(one, method=f"{one.method} at {one.value:.6f}") for one in settings])
-    return [replace(one, compression=each) for one, each in zip(settings, found)]
+    compressions = measure([replace(one, method=f"{one.method} at {one.value:.6f}") for one in settings])
+    return [replace(one, compression=each) for one, each in zip(settings, compressions)]
 
 
 class _Search:
@@ -160,9 +159,9 @@ class _Search:
 
     @property
     def next(self) -> float:
-        """Where a straight line between both sides would have the bytes wanted."""
-        share = self._off[0] / (self._off[0] - self._off[1])
-        return self._range[0].value + (self._range[1].value - self._range[0].value) * share
+        """Where a straight line between both sides would have the target's bytes."""
+        fraction = self._off[0] / (self._off[0] - self._off[1])
+        return self._range[0].value + (self._range[1].value - self._range[0].value) * fraction
 
     def take(self, one: Sized) -> None:
         """Narrow the range; the side that stays twice counts half, so that both come nearer."""
@@ -179,7 +178,7 @@ def equally_sized(
     methods: Sequence[str],
     configs: Mapping[str, Mapping[str, Any]],
     predictors: Mapping[str, Predictor],
-    wanted: Sequence[Sized],
+    targets: Sequence[Sized],
     tokens: Tensor,
     steps: int,
     skipped: Skipped,
@@ -189,29 +188,28 @@ def equally_sized(
     Returns:
         Names of methods less those whose package is missing or fails here; what was fitted.
     """
-    from pipelines.evaluation.measure import compare
 
     def measure(settings: Sequence[Sized]) -> list[float]:
         named = {one.method: {**configs[one.config], one.option: one.value} for one in settings}
         made = make_methods(list(named), named, predictors, 1.0)
         return [one.compression for one in compare(lm, made, tokens, steps, timed=False)[1:]]
 
-    middle = {one.config: {**configs[one.config], one.option: 0.5} for one in wanted}
-    given = [name for name in methods if name in configs]
-    able = possible(given, {**configs, **middle}, predictors, 1.0, skipped)
-    found = with_those_able(
-        able,
-        lambda able: compare(lm, able, tokens, steps, timed=False),
-        lambda one, error: skipped.add(f"{one.name}: {error}", one.name),
+    middle = {one.config: {**configs[one.config], one.option: 0.5} for one in targets}
+    configured = [name for name in methods if name in configs]
+    measured = run_without_failing(
+        available_methods(configured, {**configs, **middle}, predictors, 1.0, skipped),
+        lambda methods: compare(lm, methods, tokens, steps, timed=False),
+        lambda method, error: skipped.add(f"{method.name}: {error}", method.name),
     )
-    sizes = {one.name: one.compression for one in found}
+    sizes = {one.name: one.compression for one in measured}
     names = [name for name in methods if name not in configs or name in sizes]
-    theirs = [sizes[name] for name in names if name in configs and "peer" in configs[name] and name not in middle]
-    ours = lambda one: "peer" not in configs[one.config]
-    asked = [one for one in wanted if one.config in names]
-    raised = [replace(one, ratio=no_larger(one.ratio, theirs)) if ours(one) else one for one in asked]
-    fitted = fit(raised, measure, smaller=ours)
-    return names, [replace(one, ratio=was.ratio) for one, was in zip(fitted, asked)]
+    is_ours = lambda one: "peer" not in configs[one.config]
+    fixed_peers = [name for name in names if name in configs and "peer" in configs[name] and name not in middle]
+    peer_sizes = [sizes[name] for name in fixed_peers]
+    runnable = [one for one in targets if one.config in names]
+    raised = [replace(one, ratio=no_larger(one.ratio, peer_sizes)) if is_ours(one) else one for one in runnable]
+    fitted = fit(raised, measure, smaller=is_ours)
+    return names, [replace(one, ratio=target.ratio) for one, target in zip(fitted, runnable)]
 
 
 def no_larger(ratio: float, others: Sequence[float]) -> float:

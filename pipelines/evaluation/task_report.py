@@ -21,7 +21,7 @@ WORDS = 200  # characters of an answer that are kept
 def answer_rows(
     task: Task, length: int, index: int, example: Example, methods: Sequence[str], answers: Sequence[Answer]
 ) -> list[dict[str, Any]]:
-    """One JSON-able row for each method that was asked one example of a length."""
+    """One JSON-able row for each method that ran one example of a length."""
     return [
         {
             "kind": "answer",
@@ -60,14 +60,14 @@ def task_rows(answers: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) 
     """
     rows = []
     for task, metric in metrics.items():
-        mine = [row for row in answers if row["task"] == task]
-        full = {(row["length"], row["example"]): row for row in mine if row["method"] == FULL}
-        for method in dict.fromkeys(row["method"] for row in mine):
-            these = [row for row in mine if row["method"] == method]
+        of_task = [row for row in answers if row["task"] == task]
+        full = {(row["length"], row["example"]): row for row in of_task if row["method"] == FULL}
+        for method in dict.fromkeys(row["method"] for row in of_task):
+            these = [row for row in of_task if row["method"] == method]
             scores = [row["score"] for row in these]
             scored = bool(scores) and None not in scores
-            theirs = [full[row["length"], row["example"]]["score"] for row in these]
-            lost = [one - other for one, other in zip(theirs, scores)] if scored else []
+            full_scores = [full[row["length"], row["example"]]["score"] for row in these]
+            lost = [best - score for best, score in zip(full_scores, scores)] if scored else []
             rows.append(
                 {
                     "kind": "task",
@@ -79,7 +79,7 @@ def task_rows(answers: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) 
                     "cut": sum(row["cut"] for row in these),
                     "score": mean(scores) if scored else None,
                     "interval": interval(scores) if scored else None,
-                    "full_score": mean(theirs) if scored else None,
+                    "full_score": mean(full_scores) if scored else None,
                     "lost": mean(lost) if scored else None,
                     "lost_interval": bootstrap(lost) if scored else None,
                     **{key: mean([row[key] for row in these]) for key in ("kl", "top1", "same")},
@@ -93,15 +93,15 @@ def over_all(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row for each method: means over its tasks, each counting the same; perplexities are no score that is lost."""
     rows = []
     for method in dict.fromkeys(row["method"] for row in tasks):
-        mine = [row for row in tasks if row["method"] == method]
-        lost = [row["lost"] for row in mine if row["lost"] is not None and row["metric"] != "perplexity"]
+        of_method = [row for row in tasks if row["method"] == method]
+        lost = [row["lost"] for row in of_method if row["lost"] is not None and row["metric"] != "perplexity"]
         rows.append(
             {
                 "kind": "all tasks",
                 "method": method,
-                "tasks": len(mine),
+                "tasks": len(of_method),
                 "lost": mean(lost) if lost else None,
-                **{key: mean([row[key] for row in mine]) for key in ("kl", "top1", "same", "compression")},
+                **{key: mean([row[key] for row in of_method]) for key in ("kl", "top1", "same", "compression")},
             }
         )
     return rows
@@ -148,11 +148,11 @@ def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], depths: s
         tasks: rows of :func:`task_rows`. depths: file of the needle map, if there is one.
     """
     settings, here = run["settings"], run["machine"]
-    asked = [row for row in tasks if row["method"] == FULL]
+    by_task = [row for row in tasks if row["method"] == FULL]
     what = "\n".join(
         f"- {row['task']}: {row['metric']}; {row['n']} prompts of {row['tokens']:,} tokens"
         + (f", {row['cut']} of them cut to fit" if row["cut"] else "")
-        for row in asked
+        for row in by_task
     )
     configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
     skipped = "\n".join(f"- {line}" for line in run["skipped"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +14,18 @@ from fade_runtime.layer.planner import row_budgets
 from fade_runtime.policies.base import Prompt
 from fade_runtime.policies.learned import Learned
 from fade_runtime.storage.tiers import plan_tiers
-from pipelines.evaluation.peers import MissingPeer, under_older_names
+from pipelines.evaluation.peer import MissingPeer
+from pipelines.evaluation.peers import under_older_names
+from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.registry import load_predictor
 from predictor.rope import find_rotary, rotate
-
-if TYPE_CHECKING:
-    from predictor.bundle import Predictor
 
 _missing: ImportError | None = None
 try:
     from kvpress import ScorerPress
     from kvpress.utils import compute_n_kept, get_prerope_query_states
-except ImportError as error:  # said when a press is made
+except ImportError as error:  # raised when a press is made
     ScorerPress, _missing = object, error
 
 UNMASKED = ("eager", "fade")  # attention functions that kvpress does not reach
@@ -42,7 +41,7 @@ class BundlePress(ScorerPress):
     Args:
         predictor: `models:/NAME@alias`, `models:/NAME/3`, a bundle directory, a name that comes with the package, a hub
             id, or a loaded predictor.
-        compression_ratio: kvpress's word: the share of all tokens that is dropped.
+        compression_ratio: kvpress's word: the fraction of all tokens that is dropped.
         head_budgets: give each kv head the budget that the predictor learned for it.
         n_sink, recent_window: as in FadeConfig.
 
@@ -91,9 +90,9 @@ class BundlePress(ScorerPress):
             )
         self._rotary = find_rotary(model)
 
-    def forward_hook(self, module: Any, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def forward_hook(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook of kvpress, under the names that it knows: ``with press(model)`` works on any transformers."""
-        return super().forward_hook(module, given, under_older_names(module, kwargs), output)
+        return super().forward_hook(module, args, under_older_names(module, kwargs), output)
 
     def score(
         self,

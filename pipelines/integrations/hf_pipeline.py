@@ -49,15 +49,15 @@ class FadeTextGenerationPipeline(TextGenerationPipeline):
     ) -> dict[str, Any]:
         cache = create_tiered_cache(self.model, fade_config)
         named = forward_kwargs(cache, self.model)
-        if given := sorted({"cache", "past_key_values"} & set(options)):
-            raise FadeError(f"{given[0]} is given, but {TASK} makes a cache for each call; use 'text-generation'")
+        if caches := sorted({"cache", "past_key_values"} & set(options)):
+            raise FadeError(f"{caches[0]} is given, but {TASK} makes a cache for each call; use 'text-generation'")
         outputs = super()._forward(model_inputs, **named, **options)
         report = cache.memory_report()
         rows = len(outputs["generated_sequence"])
         return {**outputs, "memory": torch.tensor([[report[name] for name in MEMORY]] * rows)}
 
     def postprocess(self, model_outputs: dict[str, Any], return_memory: bool = False, **options: Any) -> Any:
-        """Turn tokens into records; with their memory, if it was asked for."""
+        """Turn tokens into records; with their memory, if ``return_memory`` says so."""
         memory = dict(zip(MEMORY, model_outputs.pop("memory")[0].tolist()))
         records = super().postprocess(model_outputs, **options)
         if return_memory:

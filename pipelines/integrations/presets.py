@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from data.reading import read_text
 from fade_runtime import FadeConfig
-from pipelines.evaluation.methods import PRESETS
+from fade_runtime.config import PRESETS
+from pipelines.evaluation.methods import from_preset
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.registry import load_predictor
@@ -41,14 +44,11 @@ def read_config(
     if predictor is not None:
         options["predictor"] = predictor
     if isinstance(config, FadeConfig):
-        made = config.with_options(**options)
+        read = config.with_options(**options)
     else:
-        given = {**_options(config), **options}
-        preset = given.pop("preset", "balanced" if given.get("predictor") else "safe")
-        if preset not in PRESETS:
-            raise FadeError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
-        made = getattr(FadeConfig, preset)(**given)
-    return made if made.predictor is None else made.with_options(predictor=load_predictor(made.predictor))
+        options = {**_options(config), **options}
+        read = from_preset(options.pop("preset", "balanced" if options.get("predictor") else "safe"), options)
+    return read if read.predictor is None else read.with_options(predictor=load_predictor(read.predictor))
 
 
 def _options(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -60,8 +60,6 @@ def _options(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
         return {"preset": config}
     if not Path(config).is_file():
         raise FadeError(f"config {str(config)!r} is neither {', '.join(PRESETS)} nor a YAML file that is there")
-    import yaml
-
     try:
         read = yaml.safe_load(read_text(config, "config"))
     except yaml.YAMLError as error:

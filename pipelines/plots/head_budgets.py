@@ -35,7 +35,7 @@ def format_lost(metrics: Mapping[str, float]) -> str:
 
 
 def draw_head_budgets(path: Path, budgets: HeadBudgets, metrics: Mapping[str, float]) -> None:
-    """Draw lost attention against the kept share, and the share of each kv head when a quarter is kept.
+    """Draw lost attention against the kept fraction, and the fraction of each kv head when a quarter is kept.
 
     Args:
         path: PNG to write. budgets: the table that is kept. metrics: of the validation, name -> value.
@@ -43,11 +43,11 @@ def draw_head_budgets(path: Path, budgets: HeadBudgets, metrics: Mapping[str, fl
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1, 1.4))
     for (kind, lost), (colour, marker) in zip(sorted(lost_curves(metrics).items()), STYLE):
-        shares = sorted(lost)
-        values = [max(lost[share], LEAST) for share in shares]
-        left.plot(shares, values, color=colour, marker=marker, label=ALLOCATIONS[kind])
+        fractions = sorted(lost)
+        values = [max(lost[fraction], LEAST) for fraction in fractions]
+        left.plot(fractions, values, color=colour, marker=marker, label=ALLOCATIONS[kind])
     left.set_xscale("log")
-    left.set_xticks(shares, map(str, shares))
+    left.set_xticks(fractions, map(str, fractions))
     left.minorticks_off()
     left.set_yscale("log")
     left.set_xlabel("kept share of the context, besides sinks and window")

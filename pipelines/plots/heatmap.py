@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.trace import HIDDEN, Row, Traces
+from pipelines.plots.quality import attention_and_forecasts
 from predictor import scores
 from predictor.batches import heads_of, hidden_of
 from predictor.bundle import Predictor
@@ -22,7 +23,7 @@ EVERY = 16  # steps between two forecasts of a network that reads attention hist
 
 @dataclass
 class HeadMap:
-    """One kv head's attention after the prompt, as shares over the prompt's N blocks.
+    """One kv head's attention after the prompt, as fractions over the prompt's N blocks.
 
     Attributes:
         where: document, layer and head in words.
@@ -44,7 +45,7 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
 
     Args:
         traces: the collection.
-        predictors: name -> predictor; one that forecasts blocks is asked again every 16 steps.
+        predictors: name -> predictor; one that forecasts blocks does so again every 16 steps.
         layer: of the language model. head: kv head of that layer.
 
     Raises:
@@ -56,12 +57,12 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
     history = torch.tensor(row["history_mean"], dtype=torch.float32) * sizes  # [W, N]
     future = torch.tensor(row["future_mean"], dtype=torch.float32)[:, : len(sizes)] * sizes  # [T, N]
     names = [name for name in ("tokens", "history_mean", "history_max", *HIDDEN) if name in row]
-    given = {name: torch.tensor(row[name], dtype=torch.float32)[None] for name in names}
-    given |= {"layer": torch.tensor([layer]), "head": torch.tensor([head])}
+    batch = {name: torch.tensor(row[name], dtype=torch.float32)[None] for name in names}
+    batch |= {"layer": torch.tensor([layer]), "head": torch.tensor([head])}
     features = PrefillFeatures(
-        given["tokens"], given["history_mean"], given["history_max"], hidden_of(given), heads_of(given)
+        batch["tokens"], batch["history_mean"], batch["history_max"], hidden_of(batch), heads_of(batch)
     )
-    once = {"ema": _shares(scores.ema(history, traces.spec.ema_decay).clamp(min=1e-9).log())}
+    once = {"ema": _fractions(scores.ema(history, traces.spec.ema_decay).clamp(min=1e-9).log())}
     by, forecast = "ema", once["ema"].expand(len(future), -1)
     for name, predictor in predictors.items():
         blocks = torch.nn.functional.pad(predictor.forecast(features)[0], (0, len(sizes) * block - slots)).unflatten(
@@ -72,7 +73,7 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
     for name, predictor in predictors.items():
         if predictor.net.level == "block":
             by = f"{name}, every {EVERY} steps"
-            forecast = _rolling(predictor, history, future, heads_of(given))
+            forecast = _rolling(predictor, history, future, heads_of(batch))
     return HeadMap(
         where=f"layer {layer}, kv head {head}, a {row['source']} text of {slots:,} tokens",
         recorded=(future / future.sum(-1, keepdim=True)).numpy(),
@@ -83,17 +84,15 @@ def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, he
     )
 
 
-def draw(path: Path, drawn: HeadMap) -> None:
+def draw(path: Path, head: HeadMap) -> None:
     """Draw a head map to a PNG."""
-    from pipelines.plots.quality import attention_and_forecasts
-
     attention_and_forecasts(
         path,
-        drawn.recorded,
-        drawn.forecast,
-        drawn.once,
-        drawn.block,
-        (f"Attention after the prompt: {drawn.where}", f"forecast ({drawn.by})"),
+        head.recorded,
+        head.forecast,
+        head.once,
+        head.block,
+        (f"Attention after the prompt: {head.where}", f"forecast ({head.by})"),
     )
 
 
@@ -104,11 +103,11 @@ def _rolling(predictor: Predictor, history: Tensor, future: Tensor, heads: Tenso
     starts = torch.arange(0, len(future), EVERY)
     windows = torch.stack([steps[start : start + window] for start in starts])  # [R, W, N]
     with torch.no_grad():
-        shares = _shares(predictor.net(windows, heads=heads.expand(len(windows), -1)))
-    return shares.repeat_interleave(EVERY, 0)[: len(future)]
+        fractions = _fractions(predictor.net(windows, heads=heads.expand(len(windows), -1)))
+    return fractions.repeat_interleave(EVERY, 0)[: len(future)]
 
 
-def _shares(logs: Tensor) -> Tensor:
+def _fractions(logs: Tensor) -> Tensor:
     return logs.softmax(-1)
 
 

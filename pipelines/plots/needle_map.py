@@ -66,14 +66,14 @@ def draw(path: Path, answers: Sequence[Row]) -> bool:
 
 
 def _panel(axes: Any, scores: Mapping[tuple[int, int], Sequence[float]], lengths: Sequence[int]) -> None:
-    shares = np.full((BANDS, len(lengths)), np.nan)
+    percents = np.full((BANDS, len(lengths)), np.nan)
     for (band, length), each in scores.items():
-        share = shares[band, lengths.index(length)] = 100 * np.mean(each)
+        percent = percents[band, lengths.index(length)] = 100 * np.mean(each)
         axes.text(
-            lengths.index(length), band, f"{share:.0f}", ha="center", va="center", fontsize=7.5,
-            color="white" if share > 50 else "black",
+            lengths.index(length), band, f"{percent:.0f}", ha="center", va="center", fontsize=7.5,
+            color="white" if percent > 50 else "black",
         )  # fmt: skip
-    axes.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto", interpolation="nearest")
+    axes.imshow(percents, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto", interpolation="nearest")
     axes.grid(False)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
     axes.set_yticks([-0.5, BANDS / 2 - 0.5, BANDS - 0.5], ["0", ".5", "1"], fontsize=8)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.reporting.rows import FULL
 from predictor.errors import FadeError
 
 # Okabe and Ito's colours, told apart under every common colour blindness; markers repeat the distinction.
@@ -25,11 +26,11 @@ def pyplot() -> Any:
         FadeError: matplotlib is not installed.
     """
     try:
-        import matplotlib
+        import matplotlib  # the extra demo
     except ImportError as error:
         raise FadeError("plots need matplotlib; pip install 'fade-predictor[demo]'") from error
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # after the backend is chosen
 
     plt.rcParams.update(
         {
@@ -57,8 +58,8 @@ def quality_against_bytes(path: Path, methods: Sequence[Mapping[str, Any]], titl
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.8))
     full = next(row["full_bytes"] for row in methods) / 2**20
-    drawn = [row for row in methods if row["method"] != "full"]
-    for row, (colour, marker) in zip(drawn, STYLE * len(drawn)):
+    others = [row for row in methods if row["method"] != FULL]
+    for row, (colour, marker) in zip(others, STYLE * len(others)):
         size, kl, worst = (
             row["resident_bytes"] / 2**20,
             *(max(row[key], SMALLEST) for key in ("kl", "kl_worst")),
@@ -69,13 +70,13 @@ def quality_against_bytes(path: Path, methods: Sequence[Mapping[str, Any]], titl
     axes.text(full, 0.97, "full cache ", transform=axes.get_xaxis_transform(), ha="right", va="top", color="#555555")
     axes.set_yscale("log")
     axes.set_xlim(0, full * 1.03)
-    low, high = min(max(row["kl"], SMALLEST) for row in drawn), max(row["kl_worst"] for row in drawn)
+    low, high = min(max(row["kl"], SMALLEST) for row in others), max(row["kl_worst"] for row in others)
     axes.set_ylim(low / 2, max(high, low) * 2)
     axes.set_xlabel("resident cache, MiB (16-bit model)")
     axes.set_ylabel("KL to the full cache, nats per token")
     axes.set_title(title, fontsize=11, loc="left")
-    places = [(row["resident_bytes"] / 2**20, max(row["kl"], SMALLEST)) for row in drawn]
-    label_points(figure, axes, places, [row["method"] for row in drawn], [colour for colour, _ in STYLE])
+    places = [(row["resident_bytes"] / 2**20, max(row["kl"], SMALLEST)) for row in others]
+    label_points(figure, axes, places, [row["method"] for row in others], [colour for colour, _ in STYLE])
     save(figure, path)
     plt.close(figure)
 
@@ -87,10 +88,10 @@ def losses_by_task(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         path: PNG to write.
         rows: of tasks, with task, method, kl, compression; those of the full cache are left out.
     """
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm  # the extra demo
 
     plt = pyplot()
-    found = {(row["task"], row["method"]): row for row in rows if row["method"] != "full"}
+    found = {(row["task"], row["method"]): row for row in rows if row["method"] != FULL}
     tasks, methods = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
     values = np.full((len(tasks), len(methods)), np.nan)
     for (task, method), row in found.items():
@@ -113,7 +114,7 @@ def losses_by_task(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure as a PNG of 256 colours, a third of the size."""
-    from PIL import Image
+    from PIL import Image  # comes with matplotlib
 
     figure.savefig(path)
     with Image.open(path) as image:
@@ -178,13 +179,13 @@ def attention_and_forecasts(
 
     Args:
         path: PNG to write.
-        recorded: [T, N] share of the prompt's attention on each block, at each step.
+        recorded: [T, N] fraction of the prompt's attention on each block, at each step.
         forecast: [T, N] forecast of it.
         once: name -> [N] forecasts of the mean over time, made before the first step.
         block: tokens in a block.
         names: title of the plot, and name of the forecast.
     """
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm  # the extra demo
 
     plt = pyplot()
     figure = plt.figure(figsize=(10, 7))

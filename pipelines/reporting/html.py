@@ -37,7 +37,7 @@ def renderer() -> Callable[[str], str]:
         FadeError: markdown-it-py is not installed.
     """
     try:
-        from markdown_it import MarkdownIt
+        from markdown_it import MarkdownIt  # the extra demo
     except ImportError as error:
         raise FadeError("HTML reports need markdown-it-py; pip install 'fade-predictor[demo]'") from error
     return MarkdownIt("commonmark", {"html": False}).enable("table").render

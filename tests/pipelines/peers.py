@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipelines.evaluation.peers import Peer
+from pipelines.evaluation.peer import Peer
 
 
 @dataclass(frozen=True)

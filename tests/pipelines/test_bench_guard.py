@@ -1,4 +1,4 @@
-"""The benchmark of the guard on a tiny model: its looks are within the steps, and see what is spilled."""
+"""The benchmark of the guard on a tiny model: its probes are within the steps, and see what is spilled."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ from pipelines import bench
 
 
 @pytest.mark.parametrize("spill", ["host", "disk"])
-def test_looks_are_timed_within_the_steps(spill: str, tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+def test_probes_are_timed_within_the_steps(spill: str, tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "rows.jsonl"
     asked = ["--model", tiny_model_dir, "--contexts", "[300]", "--steps", 16, "--monitor_every", 8, "--out", out]
     folder = ["--spill_dir", tmp_path / "spill"] if spill == "disk" else []
     assert bench.main(["guard", *map(str, [*asked, "--spill", spill, *folder])]) == 0
     row = json.loads(out.read_text())
-    assert row["looks"] == 4  # two layers, each twice
+    assert row["probes"] == 4  # two layers, each twice
     assert row["spilled"] == 4 * (300 - 68 - 60)  # four kv heads, a fifth of the context kept
     assert 0 < row["guard_ms"] < row["p50"]
     assert f"{row['share']:.2%}" in capsys.readouterr().out

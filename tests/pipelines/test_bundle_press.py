@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, DynamicCache, pipeline
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
-from pipelines.evaluation.peers import MissingPeer, under_older_names
+from pipelines.evaluation.peer import MissingPeer
+from pipelines.evaluation.peers import under_older_names
 from pipelines.integrations import bundle_press
 from pipelines.integrations.bundle_press import BundlePress
 from predictor.budgets import HeadBudgets

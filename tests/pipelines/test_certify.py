@@ -10,9 +10,11 @@ import torch
 
 from data.lm import load_lm
 from fade_runtime import FadeConfig, FadeError
-from pipelines.certify import LADDER, certify_bundle, measure_ladder
+from pipelines.certify import certify_bundle
 from pipelines.cli import run
-from pipelines.evaluation.measure import Method, compare
+from pipelines.evaluation.certificate import LADDER, measure_ladder
+from pipelines.evaluation.measure import compare
+from pipelines.evaluation.runs import Method
 from predictor.bundle import load_bundle
 from predictor.certificate import QUANTILE, ladder, upper_bound
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,29 @@ def command(budget: float = 0.25, methods: list[str] | None = None, out: Path = 
     return 3 if budget == 1 else None
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Options of a command.
+
+    Args:
+        steps: how many.
+        names: which.
+    """
+
+    steps: int = 2
+    names: list[str] = field(default_factory=lambda: ["one"])
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise FadeError(f"steps {self.steps} is too small")
+
+
+def with_settings(settings: Settings) -> int:
+    """Do something else."""
+    SEEN.update(settings=settings)
+    return settings.steps
+
+
 @pytest.fixture
 def yaml(tmp_path: Path) -> Any:
     def write(text: str) -> str:
@@ -50,6 +74,23 @@ def test_yaml_then_flags(yaml: Any) -> None:
     config = yaml("budget: 0.5\nmethods: [a, b]\nout: here\n")
     assert cli.run(command, ["--config", config, "--out", "x/y"]) == 0
     assert SEEN == {"budget": 0.5, "methods": ["a", "b"], "out": Path("x/y")}
+
+
+def test_a_dataclass_of_settings_is_as_flat_as_parameters(yaml: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml("steps: 5\n")
+    assert cli.run(with_settings, ["--config", config, "--names", "[a, b]"]) == 5
+    assert SEEN["settings"] == Settings(5, ["a", "b"])
+    assert cli.run(with_settings, []) == 2
+    assert SEEN["settings"] == Settings()
+    assert cli.run(with_settings, ["--steps", "0"]) == 2
+    assert capsys.readouterr().err == "error: steps 0 is too small\n"
+    assert cli.run(with_settings, ["--stops", "3"]) == 2
+    assert capsys.readouterr().err == "error: option 'stops' is not known; did you mean 'steps'?\n"
+    with pytest.raises(SystemExit):
+        cli.run(with_settings, ["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Do something else." in printed
+    assert "how many." in printed
 
 
 def test_a_returned_int_is_the_status() -> None:

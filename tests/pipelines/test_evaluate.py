@@ -19,8 +19,8 @@ from data.trace import Traces
 from fade_runtime.policies.registry import POLICIES
 from pipelines import evaluate
 from pipelines.evaluation import held_out
-from pipelines.evaluation.measure import Method
-from pipelines.evaluation.methods import METHODS, possible
+from pipelines.evaluation.methods import METHODS, available_methods
+from pipelines.evaluation.runs import Method
 from predictor.bundle import load_bundle
 from predictor.errors import FadeError
 from tests.pipelines.peers import Plain
@@ -180,7 +180,7 @@ def test_a_peer_that_fails_midway_is_named_and_the_rest_is_written(
 ) -> None:
     Failing.prompts.clear()
     peer = Method("short", Failing(when=when))
-    monkeypatch.setattr(evaluate, "possible", lambda *args: [*possible(*args), peer])
+    monkeypatch.setattr(evaluate, "available_methods", lambda *args: [*available_methods(*args), peer])
     status, out, err = run(
         *("--traces", "null", "--text", f"[{prose}]", "--documents", 2, "--methods", "[safe]", "--speed", speed)
     )

@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from pipelines import evaluate_tasks
-from pipelines.evaluation.methods import possible
+from pipelines.evaluation.methods import available_methods
+from pipelines.evaluation.runs import Method
 from tests.pipelines.peers import Plain
 
 Run = Callable[..., tuple[int, str, str]]
@@ -153,14 +154,15 @@ def test_what_cannot_be_run_is_named_and_the_rest_is_written(run: Run, tmp_path:
 def test_a_peer_that_fails_leaves_its_task_and_no_other(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipelines.evaluation.measure import Method
 
     class Short(Plain):
         def read(self, model: Any, tokens: Any, cache: Any) -> Any:
             assert tokens.shape[1] < 700, "too long"
             return super().read(model, tokens, cache)
 
-    monkeypatch.setattr(evaluate_tasks, "possible", lambda *args: [*possible(*args), Method("short", Short())])
+    monkeypatch.setattr(
+        evaluate_tasks, "available_methods", lambda *args: [*available_methods(*args), Method("short", Short())]
+    )
     status, out, err = run("--tasks", "[lines, key-value]", "--methods", "[safe]", "--lengths", "{lines: 500}")
     assert status == 2
     assert "skipped: short on task key-value: transformers failed on" in err

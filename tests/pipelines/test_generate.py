@@ -79,6 +79,11 @@ def test_the_built_in_prompt_is_long_and_ends_in_a_question(
     assert "tokens/s" not in out  # one token has no rate
 
 
+def chosen(predictor: str | None, preset: str | None, policy: str | None, budget: Any, **more: Any) -> FadeConfig:
+    settings = generate.GenerateSettings(preset=preset, policy=policy, budget=budget, **more)
+    return generate.choose_config(settings, predictor)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -93,16 +98,16 @@ def test_the_built_in_prompt_is_long_and_ends_in_a_question(
     ],
 )
 def test_options_make_the_config(options: tuple[Any, ...], expected: FadeConfig) -> None:
-    assert generate.choose_config(*options) == expected
+    assert chosen(*options) == expected
 
 
 def test_memory_and_loss_stand_in_for_a_budget() -> None:
-    choose, none = generate.choose_config, (None, None, None, None)
-    assert choose(*none, memory="2MiB") == FadeConfig(memory="2MiB")
-    config = choose("a/bundle", None, None, None, memory=0.5)
+    none = (None, None, None, None)
+    assert chosen(*none, memory="2MiB") == FadeConfig(memory="2MiB")
+    config = chosen("a/bundle", None, None, None, memory=0.5)
     assert config == FadeConfig(memory=0.5, eviction_policy="learned", predictor="a/bundle")
     assert "what fits 50% of the free memory kept in 4 bits" in generate.describe(config)
-    config = choose("smollm2-135m-instruct", None, None, None, max_kl=0.01)
+    config = chosen("smollm2-135m-instruct", None, None, None, max_kl=0.01)
     assert config.int4_budget == FadeConfig.risk(kl=0.01, predictor="smollm2-135m-instruct").int4_budget
     for options, more, words in (
         (none, dict(memory="2MiB", max_kl=0.01), "memory and max_kl exclude each other"),
@@ -113,7 +118,7 @@ def test_memory_and_loss_stand_in_for_a_budget() -> None:
         (none, dict(memory="much"), "memory 'much' is no size"),
     ):
         with pytest.raises(FadeError, match=words):
-            choose(*options, **more)
+            chosen(*options, **more)
 
 
 def test_a_warning_of_the_cache_is_seen(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +142,7 @@ def test_a_warning_of_the_cache_is_seen(tiny_model_dir: Path, capsys: pytest.Cap
 )
 def test_contradictions_are_refused(options: tuple[Any, ...], words: str) -> None:
     with pytest.raises(FadeError, match=words):
-        generate.choose_config(*options)
+        chosen(*options)
 
 
 def test_bad_input_is_one_line(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

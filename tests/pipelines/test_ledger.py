@@ -18,7 +18,8 @@ from pipelines.benchmarks import ledger
 from pipelines.benchmarks import memory as bench_memory
 from pipelines.benchmarks import select as bench_select
 from pipelines.benchmarks.timing import quantiles
-from pipelines.reporting.machine import commit, processor
+from pipelines.reporting.commit import commit
+from pipelines.reporting.machine import processor
 from predictor.errors import FadeError
 
 
@@ -129,9 +130,9 @@ def test_choices_are_timed_within_the_steps(tiny_model_dir: Path, tmp_path: Path
 def test_a_choice_that_takes_long_shows(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data.lm import load_lm
     from fade_runtime import FadeConfig
-    from fade_runtime.layer import layer
+    from fade_runtime.layer import compressed_layer
 
-    plan = layer.plan
+    plan = compressed_layer.plan
     lm, _ = load_lm(tiny_model_dir)
     config = FadeConfig(int4_budget=0.5, eviction_policy="h2o")
     quick = bench_select._row(lm, "h2o", config, 300, 64)
@@ -140,7 +141,7 @@ def test_a_choice_that_takes_long_shows(tiny_model_dir: Path, monkeypatch: pytes
         torch.zeros(3_000_000).sort()
         return plan(*given)
 
-    monkeypatch.setattr(layer, "plan", slow)
+    monkeypatch.setattr(compressed_layer, "plan", slow)
     assert bench_select._row(lm, "h2o", config, 300, 64)["ratio"] > 2 * quick["ratio"]
 
 

@@ -11,7 +11,10 @@ import torch
 from scipy.stats import entropy
 
 from fade_runtime import FadeConfig
-from pipelines.evaluation.measure import FULL, Method, compare, kl_divergence
+from fade_runtime.cache.shadow import next_token_kl
+from pipelines.evaluation.measure import Measured, compare
+from pipelines.evaluation.runs import Method
+from pipelines.reporting.rows import FULL
 from predictor.twin import dense_twin
 
 CONTEXT, STEPS = 301, 33
@@ -29,8 +32,9 @@ def tokens() -> torch.Tensor:
 def test_kl_is_scipys() -> None:
     p, q = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) * 3
     expected = entropy(*(np.exp(x.double().numpy()) for x in (p, q)))
-    assert kl_divergence(p, q) == pytest.approx(expected, rel=1e-9)
-    assert kl_divergence(p, q + 5) == pytest.approx(expected, rel=1e-5)
+    measured = Measured("q")
+    measured.add(torch.stack([p, p]), torch.stack([q, q + 5]))
+    assert measured.kl == [pytest.approx(expected, rel=1e-9), pytest.approx(expected, rel=1e-5)]
 
 
 def test_a_cache_that_compresses_nothing_loses_nothing(model: Any, tokens: torch.Tensor) -> None:
@@ -54,7 +58,7 @@ def test_loss_is_that_of_the_models_own_logits(tiny_model: Callable[..., Any], t
     for step in range(STEPS):
         at = CONTEXT + step
         logits = model(tokens[:, at : at + 1], **forward_kwargs(cache, model)).logits[0, -1]
-        assert measured.kl[step] == pytest.approx(kl_divergence(full[step], logits), rel=0.02, abs=1e-6)
+        assert measured.kl[step] == pytest.approx(float(next_token_kl(full[step], logits)), rel=0.02, abs=1e-6)
 
 
 def test_less_memory_costs_quality_and_counts_are_complete(model: Any, tokens: torch.Tensor) -> None:
@@ -117,5 +121,5 @@ def test_a_twin_shares_weights_but_not_attention(model: Any, tokens: torch.Tenso
 
 
 def test_the_full_cache_comes_first(model: Any, tokens: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="must be full"):
+    with pytest.raises(ValueError, match="must be the full cache"):
         compare(model, METHODS[1:], tokens, STEPS)

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from fade_runtime import FadeConfig
-from pipelines.evaluation.measure import FULL, Method, OracleRun, compare, show_future, start
+from pipelines.evaluation.measure import compare
 from pipelines.evaluation.oracle import Oracle, future_attention
+from pipelines.evaluation.runs import Method, OracleRun, show_future, start
+from pipelines.reporting.rows import FULL
 from predictor.errors import FadeError
 
 CONTEXT, STEPS = 181, 21

@@ -15,15 +15,12 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
-from pipelines.evaluation.measure import FULL, Method, compare, read_prompt, start
-from pipelines.evaluation.peers import (
-    Kvpress,
-    MissingPeer,
-    PeerError,
-    make_peer,
-    reachable,
-    resident_bytes,
-)
+from pipelines.evaluation.measure import compare
+from pipelines.evaluation.peer import MissingPeer, PeerError
+from pipelines.evaluation.peers import Kvpress, make_peer
+from pipelines.evaluation.reachable import reachable, resident_bytes
+from pipelines.evaluation.runs import Method, read_prompt, start
+from pipelines.reporting.rows import FULL
 from predictor.errors import FadeError
 from tests.pipelines.peers import Plain
 
@@ -202,7 +199,7 @@ def test_a_press_that_only_masks_is_refused_and_leaves_no_mask(tiny_model: Calla
 
     @dataclass(frozen=True)
     class Ada(Kvpress):
-        def made(self) -> Any:
+        def make_press(self) -> Any:
             return kvpress.AdaKVPress(kvpress.SnapKVPress(0.5))
 
     with pytest.raises(PeerError, match="AdaKVPress masks what it drops and frees nothing"):

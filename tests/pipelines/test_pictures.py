@@ -13,10 +13,12 @@ from PIL import Image
 
 from fade_runtime import FadeConfig
 from fade_runtime.cache.telemetry import ListExporter
-from pipelines.evaluation.measure import FULL, Method, compare
+from pipelines.evaluation.measure import compare
+from pipelines.evaluation.runs import Method
 from pipelines.plots import needle_map, occupancy
 from pipelines.plots.needle_map import found_at
 from pipelines.plots.occupancy import occupancy_rows
+from pipelines.reporting.rows import FULL
 
 CONTEXT, STEPS, HEADS = 150, 25, 2
 METHODS = {
@@ -32,14 +34,14 @@ def drawn(path: Path) -> bool:
 
 def test_occupancy_is_what_the_cache_holds(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     tokens = torch.randint(256, (1, CONTEXT + STEPS), generator=torch.Generator().manual_seed(0))
-    told: dict[str, ListExporter] = {}
+    telemetry: dict[str, ListExporter] = {}
     methods = [Method(FULL, None), *(Method(name, config) for name, config in METHODS.items())]
-    full, *measured = compare(tiny_model(), methods, tokens, STEPS, timed=False, told=told)
-    assert set(told) == set(METHODS)
+    full, *measured = compare(tiny_model(), methods, tokens, STEPS, timed=False, telemetry=telemetry)
+    assert set(telemetry) == set(METHODS)
     token = full.full_bytes // (CONTEXT + STEPS)
     every = []
     for one in measured:
-        rows = occupancy_rows(one.name, told[one.name].events, HEADS, token, STEPS)
+        rows = occupancy_rows(one.name, telemetry[one.name].events, HEADS, token, STEPS)
         assert [row["step"] for row in rows] == [0, 8, 16, 24, 25]
         for row in rows:
             assert sum(row["tokens"].values()) == pytest.approx(CONTEXT + row["step"])

@@ -14,7 +14,7 @@ from scipy.stats import ttest_1samp
 
 from pipelines import proof
 from pipelines.evaluation.intervals import paired_ratio
-from pipelines.evaluation.pairwise import cells, summary
+from pipelines.evaluation.pairwise import pairwise_rows, summary
 
 FULL_BYTES = 1200
 SETTINGS = {"model": "a/tiny", "context": 100, "steps": 8}
@@ -98,7 +98,9 @@ def test_intervals_are_those_of_a_paired_test_of_logarithms() -> None:
 def test_a_cell_is_won_lost_or_tied_by_its_interval_and_never_with_more_bytes() -> None:
     run, *others = rows()
     methods = [row for row in others if row["kind"] == "method"]
-    found = {(row["ratio"], row["source"], row["against"]): row for row in cells(run, DOCUMENTS, methods, "ours")}
+    found = {
+        (row["ratio"], row["source"], row["against"]): row for row in pairwise_rows(run, DOCUMENTS, methods, "ours")
+    }
     assert set(found) == {
         (*at, kind, name) for kind in ("prose", "code") for *at, name in ((3.0, "press"), (6.0, "press"), (3.0, "bits"))
     }
@@ -110,7 +112,7 @@ def test_a_cell_is_won_lost_or_tied_by_its_interval_and_never_with_more_bytes() 
         low, high = found[6.0, kind, "press"]["interval"]
         assert low < 1 < high
     equal = [{**row, "resident_bytes": 400} if row["method"] == "bits" else row for row in DOCUMENTS]
-    again = [row["result"] for row in cells(run, equal, methods, "ours") if row["against"] == "bits"]
+    again = [row["result"] for row in pairwise_rows(run, equal, methods, "ours") if row["against"] == "bits"]
     assert again == ["lose", "lose"]
     said = summary(list(found.values()))
     assert "Of 6 cells: 2 won, 2 tied, 2 not equal" in said

@@ -13,9 +13,11 @@ import torch
 from data.lm import load_lm
 from data.trace import Traces
 from fade_runtime import FadeConfig
-from pipelines.certify import THIS, Figures, certify, copy_of, verdict
+from pipelines.checkpoints import trace_facts
 from pipelines.cli import run
-from pipelines.evaluation.measure import Method, compare
+from pipelines.evaluation.certificate import THIS, Figures, certify, copy_of, verdict
+from pipelines.evaluation.measure import compare
+from pipelines.evaluation.runs import Method
 from pipelines.register import (
     NOT_PROMOTED,
     Candidate,
@@ -23,7 +25,6 @@ from pipelines.register import (
     evaluate,
     publish,
     register,
-    trace_facts,
 )
 from predictor.budgets import FRACTIONS, HeadBudgets
 from predictor.bundle import Predictor, load_bundle

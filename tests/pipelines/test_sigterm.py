@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelines import cli, evaluate, evaluate_tasks, train, train_codebook
-from pipelines.budget_study import study
+from pipelines.budget_study import budget_study
 from pipelines.certify import certify_bundle
 
 
@@ -29,16 +29,16 @@ SMALL = ["--documents=1", "--context=400"]
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, list[str]]] = {
     "evaluate": (
         evaluate.main,
-        "pipelines.evaluation.measure.compare",
+        "pipelines.evaluate.compare",
         ["--methods=[safe]", "--documents=1", "--context=220"],
     ),
     "evaluate_tasks": (
         evaluate_tasks.main,
-        "pipelines.evaluation.task_runner.Asking.ask",
+        "pipelines.evaluation.task_runner.TaskRunner.run",
         ["--tasks=[lines]", "--n=1"],
     ),
-    "study": (lambda args: cli.run(study, args), "pipelines.budget_study.learned", ["--parts=2"]),
-    "certify": (lambda args: cli.run(certify_bundle, args), "pipelines.certify.compare", SMALL),
+    "budget_study": (lambda args: cli.run(budget_study, args), "pipelines.budget_study.learned", ["--parts=2"]),
+    "certify": (lambda args: cli.run(certify_bundle, args), "pipelines.evaluation.certificate.compare", SMALL),
     "fit": (lightning, "predictor.module.PredictorModule.training_step", ["--model.net=TokenMLP"]),
     "train_codebook": (train_codebook.main, "pipelines.train_codebook._join", [*SMALL, "--sub_dim=8"]),
 }  # fmt: skip
@@ -62,7 +62,7 @@ def test_sigterm_ends_each_long_command(
     given = {
         "evaluate": [model, out, f"--traces={tiny_traces}", "--steps=20"],
         "evaluate_tasks": [model, out],
-        "study": [out, f"--traces={tiny_traces}"],
+        "budget_study": [out, f"--traces={tiny_traces}"],
         "certify": [model, f"--bundle={bundles['mlp']}", f"--held_out={text}"],
         "fit": [f"--data.traces={tiny_traces}", f"--output={tmp_path / 'out'}", "--trainer.accelerator=cpu"],
         "train_codebook": [model, out, f"--text={text}"],

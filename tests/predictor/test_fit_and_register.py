@@ -11,8 +11,9 @@ import torch
 import yaml
 
 from data.trace import Traces, write_manifest
+from pipelines.checkpoints import trace_facts
 from pipelines.cli import run
-from pipelines.register import format_table, register, trace_facts
+from pipelines.register import format_table, register
 from pipelines.train import main
 from predictor.bundle import load_bundle
 from predictor.nets import BlockCNN

@@ -10,7 +10,8 @@ import torch
 from data.lm import encode, load_lm
 from data.text import load_documents
 from fade_runtime import FadeConfig
-from pipelines.evaluation.measure import Method, compare
+from pipelines.evaluation.measure import compare
+from pipelines.evaluation.runs import Method
 from predictor.errors import FadeError
 from predictor.registry import SHIPPED, load_predictor, shipped
 

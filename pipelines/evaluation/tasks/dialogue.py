@@ -1,4 +1,4 @@
-"""Chats: how far two turns drift from the full cache's, and instructions that were given long ago."""
+"""Chats: how far two turns drift from the full cache's, and instructions from long ago."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 from data.chat import with_generation_prompt
 from data.lm import encode
 from pipelines.evaluation.tasks.records import records
-from pipelines.evaluation.tasks.task import Example, Output, Prompt, Turn, Wish
+from pipelines.evaluation.tasks.task import Example, Output, Prompt, PromptBuilder, Turn
 from predictor.errors import FadeError
 
 _HERE = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands where the answer to the first turn goes
 
 
-def mt_bench(wish: Wish) -> Iterator[Example]:
+def mt_bench(builder: PromptBuilder) -> Iterator[Example]:
     """Two questions one after the other; each cache reads the full cache's answer to the first before the second.
 
-    Source: Zheng et al. 2023, MT-Bench (arXiv 2306.05685). No judge: the answers are held against the full cache's.
+    Source: Zheng et al. 2023, MT-Bench (arXiv 2306.05685). No judge: the answers are compared with the full cache's.
     """
-    for record in records(wish.source):
+    for record in records(builder.source):
         first, second = _two(record.texts("turns"), record.where)
         chat = [
             {"role": "user", "content": first},
             {"role": "assistant", "content": _HERE},
             {"role": "user", "content": second},
         ]
-        opening = encode(wish.tokenizer, with_generation_prompt(wish.tokenizer, chat[:1]))
-        _, found, after = with_generation_prompt(wish.tokenizer, chat).partition(_HERE)
-        if not found:
+        opening = encode(builder.tokenizer, with_generation_prompt(builder.tokenizer, chat[:1]))
+        _, here, after = with_generation_prompt(builder.tokenizer, chat).partition(_HERE)
+        if not here:
             raise FadeError("the chat template leaves out or changes what the assistant said; take another model")
-        yield Example(opening[:-1], (Turn(opening[-1:]), Turn(wish.ids(after))))
+        yield Example(opening[:-1], (Turn(opening[-1:]), Turn(builder.ids(after))))
 
 
 def _two(turns: list[str], where: str) -> tuple[str, str]:
@@ -41,7 +41,7 @@ def _two(turns: list[str], where: str) -> tuple[str, str]:
 
 
 def _starts(opening: str) -> Callable[[str], bool]:
-    return lambda said: said.lower().startswith(opening)
+    return lambda answer: answer.lower().startswith(opening)
 
 
 @dataclass(frozen=True)
@@ -81,22 +81,22 @@ PROBES = (
 )
 
 
-def probes(wish: Wish) -> Iterator[Example]:
+def probes(builder: PromptBuilder) -> Iterator[Example]:
     """An instruction or a reason to refuse, then a long text, then a question."""
-    drawn, runs = random.Random(wish.seed), wish.filler(wish.length)
-    order = drawn.sample(range(len(PROBES)), len(PROBES))
-    for index in range(wish.n):
-        yield _probe(wish, next(runs), order[index % len(order)])
+    rng, runs = random.Random(builder.seed), builder.filler(builder.length)
+    order = rng.sample(range(len(PROBES)), len(PROBES))
+    for index in range(builder.n):
+        yield _probe(builder, next(runs), order[index % len(order)])
 
 
-def _probe(wish: Wish, run: list[str], which: int) -> Example:
+def _probe(builder: PromptBuilder, run: list[str], which: int) -> Example:
     probe = PROBES[which]
 
     def prompt(count: int) -> Prompt:
         context = f"{probe.instruction}\n\nKeep this text for later:\n\n{''.join(run[:count])}"
-        return wish.prompt(context, f"Do as you were told at the beginning. {probe.question}")
+        return builder.prompt(context, f"Do as you were told at the beginning. {probe.question}")
 
-    _, (context, question) = wish.fit(prompt, len(run))
+    _, (context, question) = builder.fit(prompt, len(run))
     return Example(context, (Turn(question),), {"probe": which})
 
 

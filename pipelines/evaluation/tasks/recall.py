@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 
 from data.lm import encode
 from pipelines.evaluation.tasks.retrieval import Lookup, draw_keys, draw_record, draw_value, key_value, lines
-from pipelines.evaluation.tasks.task import Wish
+from pipelines.evaluation.tasks.task import PromptBuilder
 from predictor.errors import FadeError
 
 AGAIN = "\nSome of this again, in another order.\n\n"
 HIDDEN = 8  # sentences in the text about other things
 
-Parts = tuple[str, list[str], list[str], str]  # opening, all pieces in order, those to come again, closing
+Parts = tuple[str, list[str], list[str], str]  # opening, all passages in order, those to come again, closing
 
 
-def recalled(name: str, wish: Wish, steps: int) -> Iterator[list[int]]:
-    """Token ids of ``wish.length`` tokens of a record and ``steps`` of pieces of it, in another order.
+def recalled(name: str, builder: PromptBuilder, steps: int) -> Iterator[list[int]]:
+    """Token ids of ``builder.length`` tokens of a record and ``steps`` of passages of it, in another order.
 
     Args:
-        name: "lines", "key-value" or "needles" (sentences in a text about other things, ``wish.source``).
-        wish: tokenizer, number, length of the record, seed.
+        name: "lines", "key-value" or "needles" (sentences in a text about other things, ``builder.source``).
+        builder: tokenizer, number, length of the record, seed.
         steps: tokens after it.
 
     Raises:
@@ -29,45 +29,47 @@ def recalled(name: str, wish: Wish, steps: int) -> Iterator[list[int]]:
     """
     if name not in KINDS:
         raise FadeError(f"text generated:{name} is not known; choose from {', '.join(KINDS)}")
-    drawn = random.Random(f"{name} {wish.seed}")
-    for opening, pieces, wanted, closing in KINDS[name](wish, drawn):
-        body, after = [*encode(wish.tokenizer, ""), *wish.ids(opening)], wish.ids(closing + AGAIN)
-        room, whole = wish.length - len(after), set()
+    rng = random.Random(f"{name} {builder.seed}")
+    for opening, passages, repeated, closing in KINDS[name](builder, rng):
+        body, after = [*encode(builder.tokenizer, ""), *builder.ids(opening)], builder.ids(closing + AGAIN)
+        room, whole = builder.length - len(after), set()
         if len(body) > room:
-            raise FadeError(f"length {wish.length} is too short for generated:{name}; lengthen it")
-        for piece in pieces:
-            ids = wish.ids(piece)
+            raise FadeError(f"length {builder.length} is too short for generated:{name}; lengthen it")
+        for passage in passages:
+            ids = builder.ids(passage)
             if len(body) + len(ids) <= room:
-                whole.add(piece)
+                whole.add(passage)
             body += ids[: room - len(body)]
-        again = [piece for piece in wanted if piece in whole]
-        drawn.shuffle(again)
-        tail = [token for piece in again for token in wish.ids(piece)]
+        again = [passage for passage in repeated if passage in whole]
+        rng.shuffle(again)
+        tail = [token for passage in again for token in builder.ids(passage)]
         if len(body) < room or len(tail) < steps:
-            raise FadeError(f"text generated:{name} has too little for {wish.length} and {steps} tokens; change them")
+            raise FadeError(
+                f"text generated:{name} has too little for {builder.length} and {steps} tokens; change them"
+            )
         yield [*body, *after, *tail[:steps]]
 
 
-def _rows(lookup: Lookup) -> Callable[[Wish, random.Random], Iterator[Parts]]:
-    def made(wish: Wish, drawn: random.Random) -> Iterator[Parts]:
-        for _ in range(wish.n):
-            rows = [lookup.row.format(key=key, value=value) for key, value in draw_record(drawn)]
+def _rows(lookup: Lookup) -> Callable[[PromptBuilder, random.Random], Iterator[Parts]]:
+    def parts(builder: PromptBuilder, rng: random.Random) -> Iterator[Parts]:
+        for _ in range(builder.n):
+            rows = [lookup.row.format(key=key, value=value) for key, value in draw_record(rng)]
             yield lookup.head, rows, rows, lookup.tail
 
-    return made
+    return parts
 
 
-def _needles(wish: Wish, drawn: random.Random) -> Iterator[Parts]:
-    runs = wish.filler(wish.length)
-    for _ in range(wish.n):
-        hidden = [f"The special number of the {key} is {draw_value(drawn)}.\n\n" for key in draw_keys(drawn)[:HIDDEN]]
-        pieces = next(runs)
+def _needles(builder: PromptBuilder, rng: random.Random) -> Iterator[Parts]:
+    runs = builder.filler(builder.length)
+    for _ in range(builder.n):
+        hidden = [f"The special number of the {key} is {draw_value(rng)}.\n\n" for key in draw_keys(rng)[:HIDDEN]]
+        passages = next(runs)
         for place, sentence in enumerate(hidden):
-            pieces.insert(round((place + drawn.random()) / HIDDEN * 0.8 * len(pieces)), sentence)
-        yield "", pieces, hidden, ""
+            passages.insert(round((place + rng.random()) / HIDDEN * 0.8 * len(passages)), sentence)
+        yield "", passages, hidden, ""
 
 
-KINDS: dict[str, Callable[[Wish, random.Random], Iterator[Parts]]] = {
+KINDS: dict[str, Callable[[PromptBuilder, random.Random], Iterator[Parts]]] = {
     "lines": _rows(lines),
     "key-value": _rows(key_value),
     "needles": _needles,

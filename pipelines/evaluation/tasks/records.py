@@ -14,11 +14,11 @@ class Record:
     """One record of a file, which knows where it stands.
 
     Attributes:
-        held: field -> value. where: file and line.
+        fields: field -> value. where: file and line.
     """
 
-    def __init__(self, held: Mapping[str, Any], where: str) -> None:
-        self.held, self.where = held, where
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        self.fields, self.where = fields, where
 
     def text(self, name: str) -> str:
         """A field that is a text.
@@ -26,7 +26,7 @@ class Record:
         Raises:
             FadeError: it is not there, or something else, or has half of a surrogate pair.
         """
-        value = self.held.get(name)
+        value = self.fields.get(name)
         if not isinstance(value, str):
             raise FadeError(f"{self.where} has no text field {name!r} but {self._found(name)}")
         return proper(value, self.where)
@@ -37,7 +37,7 @@ class Record:
         Raises:
             FadeError: it is not there, or something else.
         """
-        value = self.held.get(name)
+        value = self.fields.get(name)
         if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
             raise FadeError(f"{self.where} has no list of texts {name!r} but {self._found(name)}")
         return [proper(one, self.where) for one in value]
@@ -48,13 +48,13 @@ class Record:
         Raises:
             FadeError: it is not there, or something else.
         """
-        value = self.held.get(name)
+        value = self.fields.get(name)
         if not isinstance(value, bool):
             raise FadeError(f"{self.where} has no true or false field {name!r} but {self._found(name)}")
         return value
 
     def _found(self, name: str) -> str:
-        return repr(self.held[name])[:60] if name in self.held else str(sorted(self.held))
+        return repr(self.fields[name])[:60] if name in self.fields else str(sorted(self.fields))
 
 
 def records(source: str) -> Iterator[Record]:
@@ -70,22 +70,22 @@ def records(source: str) -> Iterator[Record]:
     if not path.is_file():
         raise FadeError(f"task file {path} is not there; give the folder by data, or the file or hf:NAME by files")
     empty = True
-    for where, held in json_lines(path, "task file"):
+    for where, fields in json_lines(path, "task file"):
         empty = False
-        yield Record(held, where)
+        yield Record(fields, where)
     if empty:
         raise FadeError(f"task file {path} is empty; get it again")
 
 
 def _dataset(source: str) -> Iterator[Record]:
     """Stream a dataset; only a source that starts with ``hf:`` ever reaches the network."""
-    from datasets import load_dataset
+    from datasets import load_dataset  # three seconds
 
     name, config, split = (source.removeprefix("hf:").split(":") + ["", ""])[:3]
     try:
         rows = load_dataset(name, config or None, split=split or "test", streaming=True)
-        for number, held in enumerate(rows):
-            yield Record(held, f"{source} record {number}")
+        for number, fields in enumerate(rows):
+            yield Record(fields, f"{source} record {number}")
     except FadeError:
         raise
     except Exception as error:  # datasets raises many kinds, most of them with a page of text

@@ -1,4 +1,4 @@
-"""Something is hidden in a long context and asked for: needle, lines, topics, key-value, many keys.
+"""Something is hidden in a long context, and the question is for it: needle, lines, topics, key-value, many keys.
 
 All are generated: a seed and a length in the model's own tokens make them.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from data.corpus import builtin_families
 from pipelines.evaluation.tasks.scores import contains
-from pipelines.evaluation.tasks.task import Example, Output, Prompt, Turn, Wish
+from pipelines.evaluation.tasks.task import Example, Output, Prompt, PromptBuilder, Turn
 
 ADJECTIVES = (
     "amber brave calm dusty eager faint gentle hollow icy jolly keen lively mellow narrow olive proud quiet rapid "
@@ -33,7 +33,7 @@ TOPICS = (
 
 
 def found(output: Output, example: Example) -> float:
-    """Share of the wanted values that occur in the answer.
+    """Fraction of the reference values that occur in the answer.
 
     Example:
         >>> found(Output(["It is 41."], [], []), Example([], (), {"values": ["41", "7"]}))
@@ -57,24 +57,24 @@ class Lookup:
     opening: str
     tail: str = ""
 
-    def __call__(self, wish: Wish) -> Iterator[Example]:
-        """Examples; the keys that are asked for lie at depths that are evenly spread over all of them."""
-        drawn = random.Random(wish.seed)
-        for depth in _depths(wish.n):
-            yield self._example(wish, depth, draw_record(drawn))
+    def __call__(self, builder: PromptBuilder) -> Iterator[Example]:
+        """Examples; the keys of the questions lie at depths that are evenly spread over all of them."""
+        rng = random.Random(builder.seed)
+        for depth in _depths(builder.n):
+            yield self._example(builder, depth, draw_record(rng))
 
-    def _example(self, wish: Wish, depth: float, record: list[tuple[str, str]]) -> Example:
+    def _example(self, builder: PromptBuilder, depth: float, record: list[tuple[str, str]]) -> Example:
         def prompt(count: int) -> Prompt:
             key, _ = record[round(depth * (count - 1))]
             rows = "".join(self.row.format(key=key, value=value) for key, value in record[:count])
-            return wish.prompt(
+            return builder.prompt(
                 f"{self.head}{rows}{self.tail}", self.question.format(key=key), self.opening.format(key=key)
             )
 
-        count, (context, question) = wish.fit(prompt, len(record), least=2)
+        count, (context, question) = builder.fit(prompt, len(record), least=2)
         _, value = record[round(depth * (count - 1))]
         facts = {"values": [value], "depth": depth, "rows": count}
-        return Example(context, (Turn(question, wish.ids(value)),), facts)
+        return Example(context, (Turn(question, builder.ids(value)),), facts)
 
 
 lines = Lookup(
@@ -92,63 +92,63 @@ key_value = Lookup(
 )
 
 
-def needles(keys: int) -> Callable[[Wish], Iterator[Example]]:
+def needles(keys: int) -> Callable[[PromptBuilder], Iterator[Example]]:
     """A sentence with a number in a text about other things, at depths spread evenly over the examples.
 
     Args:
-        keys: how many such sentences there are; the others lie anywhere. One of them is asked for.
+        keys: how many such sentences there are; the others lie anywhere. The question is for one of them.
 
     Source: Kamradt 2023, "Needle in a Haystack"; Hsieh et al. 2024, RULER (arXiv 2404.06654), table 2.
     """
 
-    def examples(wish: Wish) -> Iterator[Example]:
-        drawn, runs = random.Random(wish.seed), wish.filler(wish.length)
-        for depth in _depths(wish.n):
-            pairs = [(key, draw_value(drawn)) for key in draw_keys(drawn)[:keys]]
-            places = [depth, *(drawn.random() for _ in pairs[1:])]
-            yield _needle(wish, next(runs), pairs, places)
+    def examples(builder: PromptBuilder) -> Iterator[Example]:
+        rng, runs = random.Random(builder.seed), builder.filler(builder.length)
+        for depth in _depths(builder.n):
+            pairs = [(key, draw_value(rng)) for key in draw_keys(rng)[:keys]]
+            places = [depth, *(rng.random() for _ in pairs[1:])]
+            yield _needle(builder, next(runs), pairs, places)
 
     return examples
 
 
-def _needle(wish: Wish, run: list[str], pairs: list[tuple[str, str]], places: list[float]) -> Example:
+def _needle(builder: PromptBuilder, run: list[str], pairs: list[tuple[str, str]], places: list[float]) -> Example:
     """Hide a sentence for each pair at its place in [0, 1]; ask for the first."""
-    (wanted, value), *_ = pairs
+    (target, value), *_ = pairs
     about = "The special number of the {}"
 
     def prompt(count: int) -> Prompt:
         parts = run[:count]
         for place, (key, number) in sorted(zip(places, pairs), reverse=True):
             parts.insert(round(place * count), f"{about.format(key)} is {number}.\n\n")
-        question = f"What is the special number of the {wanted} in the text above?"
-        return wish.prompt("".join(parts), question, f"{about.format(wanted)} is")
+        question = f"What is the special number of the {target} in the text above?"
+        return builder.prompt("".join(parts), question, f"{about.format(target)} is")
 
-    _, (context, question) = wish.fit(prompt, len(run))
+    _, (context, question) = builder.fit(prompt, len(run))
     facts = {"values": [value], "depth": places[0]}
-    return Example(context, (Turn(question, wish.ids(f" {value}")),), facts)
+    return Example(context, (Turn(question, builder.ids(f" {value}")),), facts)
 
 
-def topics(wish: Wish) -> Iterator[Example]:
+def topics(builder: PromptBuilder) -> Iterator[Example]:
     """A conversation that goes from topic to topic; what was the first one?
 
     Source: Li et al. 2023, LongChat and LongEval (lmsys.org/blog/2023-06-29-longchat), coarse-grained topics.
     """
-    drawn, runs = random.Random(wish.seed), wish.filler(wish.length)
-    for _ in range(wish.n):
-        yield _topics(wish, next(runs), drawn.sample(TOPICS.split("; "), k=TOPICS.count(";") + 1))
+    rng, runs = random.Random(builder.seed), builder.filler(builder.length)
+    for _ in range(builder.n):
+        yield _topics(builder, next(runs), rng.sample(TOPICS.split("; "), k=TOPICS.count(";") + 1))
 
 
-def _topics(wish: Wish, run: list[str], names: list[str]) -> Example:
+def _topics(builder: PromptBuilder, run: list[str], names: list[str]) -> Example:
     def prompt(count: int) -> Prompt:
-        said = [
+        passages = [
             f"Now let us talk about {names[i // 2 % len(names)]}.\n{passage}" if i % 2 == 0 else passage
             for i, passage in enumerate(run[:count])
         ]
         question = "What was the first thing that we said we would talk about?"
-        return wish.prompt("".join(said), question, "First we said: Now let us talk about")
+        return builder.prompt("".join(passages), question, "First we said: Now let us talk about")
 
-    _, (context, question) = wish.fit(prompt, len(run))
-    return Example(context, (Turn(question, wish.ids(f" {names[0]}")),), {"values": names[:1]})
+    _, (context, question) = builder.fit(prompt, len(run))
+    return Example(context, (Turn(question, builder.ids(f" {names[0]}")),), {"values": names[:1]})
 
 
 def _depths(n: int) -> list[float]:
@@ -156,16 +156,16 @@ def _depths(n: int) -> list[float]:
     return [round(i / (n - 1), 3) for i in range(n)] if n > 1 else [0.5]
 
 
-def draw_record(drawn: random.Random) -> list[tuple[str, str]]:
+def draw_record(rng: random.Random) -> list[tuple[str, str]]:
     """Keys of two words and their values; no word is in two keys."""
-    words = drawn.sample(_words(), len(_words()))
-    return [(f"{one}-{other}", draw_value(drawn)) for one, other in zip(words[::2], words[1::2])]
+    words = rng.sample(_words(), len(_words()))
+    return [(f"{one}-{other}", draw_value(rng)) for one, other in zip(words[::2], words[1::2])]
 
 
-def draw_keys(drawn: random.Random) -> list[str]:
+def draw_keys(rng: random.Random) -> list[str]:
     """All pairs of words, in an order of their own."""
     pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
-    return drawn.sample(pairs, len(pairs))
+    return rng.sample(pairs, len(pairs))
 
 
 @functools.cache
@@ -175,6 +175,6 @@ def _words() -> list[str]:
     return sorted(set(re.findall(r"\b[a-z]{5,9}\b", text)))
 
 
-def draw_value(drawn: random.Random) -> str:
+def draw_value(rng: random.Random) -> str:
     """A number of five digits."""
-    return str(drawn.randint(10_000, 99_999))
+    return str(rng.randint(10_000, 99_999))

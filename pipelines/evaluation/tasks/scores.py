@@ -8,8 +8,8 @@ from collections.abc import Sequence
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def contains(output: str, wanted: Sequence[str]) -> float:
-    """Share of the wanted texts that occur in the output, whatever their case.
+def contains(output: str, references: Sequence[str]) -> float:
+    """Fraction of the reference texts that occur in the output, whatever their case.
 
     Source: Hsieh et al. 2024, RULER (arXiv 2404.06654), section 3.
 
@@ -17,28 +17,28 @@ def contains(output: str, wanted: Sequence[str]) -> float:
         >>> contains("It is 41 and Blue.", ["41", "blue", "red", "7"])
         0.5
     """
-    return sum(one.lower() in output.lower() for one in wanted) / len(wanted)
+    return sum(one.lower() in output.lower() for one in references) / len(references)
 
 
-def number(output: str, wanted: str, last: bool = False) -> float:
-    """Whether the first (or last) number of the output is the wanted one; thousands may have commas.
+def number(output: str, reference: str, last: bool = False) -> float:
+    """Whether the first (or last) number of the output is the reference; thousands may have commas.
 
     Example:
         >>> number("It is 1,200 or 5.", "1200"), number("1 + 2 = 3.0", "3", last=True), number("none", "3")
         (1.0, 1.0, 0.0)
     """
     found = [float(one.replace(",", "")) for one in _NUMBER.findall(output)]
-    return float(bool(found) and found[-1 if last else 0] == float(wanted.replace(",", "")))
+    return float(bool(found) and found[-1 if last else 0] == float(reference.replace(",", "")))
 
 
-def same_words(output: str, wanted: str) -> float:
-    """Whether the output opens with the wanted text, spaces and case aside.
+def same_words(output: str, reference: str) -> float:
+    """Whether the output opens with the reference, spaces and case aside.
 
     Example:
         >>> same_words(" The  end. And more", "the end")
         1.0
     """
-    plain, want = (" ".join(text.lower().split()) for text in (output, wanted))
+    plain, want = (" ".join(text.lower().split()) for text in (output, reference))
     return float(plain.startswith(want))
 
 
@@ -67,14 +67,14 @@ def _rouge_l(output: Sequence[str], reference: Sequence[str], beta: float) -> fl
     return (1 + beta**2) * precision * recall / (recall + beta**2 * precision)
 
 
-def share_of_numbers(output: str, wanted: int) -> float:
-    """Share of all whole numbers in the output that are the wanted one.
+def fraction_of_numbers(output: str, reference: int) -> float:
+    """Fraction of all whole numbers in the output that are the reference.
 
     Source: Bai et al. 2023, LongBench (arXiv 2308.14508), appendix; passage retrieval and counting.
 
     Example:
-        >>> share_of_numbers("Paragraph 7, perhaps 12", 7), share_of_numbers("none", 7)
+        >>> fraction_of_numbers("Paragraph 7, perhaps 12", 7), fraction_of_numbers("none", 7)
         (0.5, 0.0)
     """
     found = [int(one) for one in re.findall(r"\d+", output)]
-    return found.count(wanted) / len(found) if found else 0.0
+    return found.count(reference) / len(found) if found else 0.0

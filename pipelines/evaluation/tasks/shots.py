@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipelines.evaluation.tasks.records import Record, records
 from pipelines.evaluation.tasks.run_code import passes
 from pipelines.evaluation.tasks.scores import number
-from pipelines.evaluation.tasks.task import Example, Output, Turn, Wish
+from pipelines.evaluation.tasks.task import Example, Output, PromptBuilder, Turn
 from predictor.errors import FadeError
 
 
@@ -25,28 +25,30 @@ class Shots:
     solution: Callable[[Record], str]
     facts: Callable[[Record], dict[str, object]]
 
-    def __call__(self, wish: Wish) -> Iterator[Example]:
+    def __call__(self, builder: PromptBuilder) -> Iterator[Example]:
         """Examples in the order of the file; the shots are drawn from the rest of it.
 
         Raises:
             FadeError: no record is left to be a shot.
         """
-        every = list(records(wish.source))
-        if len(every) <= wish.n:
-            raise FadeError(f"{wish.source} has {len(every)} records; n {wish.n} leaves none to show how; lower n")
-        drawn = random.Random(wish.seed)
-        for record in every[: wish.n]:
-            rest = drawn.sample(every[wish.n :], len(every) - wish.n)
-            asked = wish.ids(self.problem(record))
+        every = list(records(builder.source))
+        if len(every) <= builder.n:
+            raise FadeError(
+                f"{builder.source} has {len(every)} records; n {builder.n} leaves none to show how; lower n"
+            )
+        rng = random.Random(builder.seed)
+        for record in every[: builder.n]:
+            rest = rng.sample(every[builder.n :], len(every) - builder.n)
+            problem_ids = builder.ids(self.problem(record))
             context: list[int] = []
             for shot in rest:
-                more = wish.ids(self.problem(shot) + self.solution(shot) + "\n\n\n")
-                if len(context) + len(more) + len(asked) > wish.length:
+                more = builder.ids(self.problem(shot) + self.solution(shot) + "\n\n\n")
+                if len(context) + len(more) + len(problem_ids) > builder.length:
                     break
                 context += more
             if not context:
-                raise FadeError(f"length {wish.length} is too short for one solved problem and {record.where}")
-            yield Example(context, (Turn(asked, wish.ids(self.solution(record))),), self.facts(record))
+                raise FadeError(f"length {builder.length} is too short for one solved problem and {record.where}")
+            yield Example(context, (Turn(problem_ids, builder.ids(self.solution(record))),), self.facts(record))
 
 
 gsm8k = Shots(

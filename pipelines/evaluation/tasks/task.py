@@ -17,7 +17,7 @@ Prompt = tuple[list[int], list[int]]  # token ids of context and question
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and the answer that is wanted, in tokens; None: whatever the full cache answers."""
+    """A question and its reference answer, in tokens; None: whatever the full cache answers."""
 
     question: list[int]
     answer: list[int] | None = None
@@ -51,7 +51,7 @@ class Output:
     """What a cache answered.
 
     Attributes:
-        texts: of each turn. logprobs: of each token of the wanted answers, nats.
+        texts: of each turn. logprobs: of each token of the reference answers, nats.
         agrees: whether the most likely token is the full cache's, for each of them.
     """
 
@@ -61,11 +61,11 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What examples are asked for.
+class PromptBuilder:
+    """Builds prompts of at most ``length`` tokens of a model.
 
     Attributes:
-        tokenizer: of the model. n: how many. length: tokens of a prompt at most.
+        tokenizer: of the model. n: number of prompts. length: tokens of a prompt at most.
         seed: of what is generated. source: text source or file of records.
     """
 
@@ -117,12 +117,12 @@ class Wish:
             FadeError: the question alone is too long.
         """
         ids = self.ids(context)
-        empty, asked = self.prompt("", question, opening)
-        room = self.length - len(empty) - len(asked)
+        empty, question_ids = self.prompt("", question, opening)
+        room = self.length - len(empty) - len(question_ids)
         if room < 1:
             raise FadeError(f"length {self.length} is too short for a question of {self.length - room} tokens")
         kept = ids if len(ids) <= room else ids[: room // 2] + ids[len(ids) - (room - room // 2) :]
-        return [*empty, *kept], asked, len(ids) > room
+        return [*empty, *kept], question_ids, len(ids) > room
 
     def filler(self, tokens: int) -> Iterator[list[str]]:
         """Runs of passages of the text source, each of ``tokens`` or more in all, none twice.
@@ -154,32 +154,34 @@ class Task:
 
     Attributes:
         name: in tables and options. source: text source, or file in the folder of task files.
-        examples: gives those that a :class:`Wish` asks for.
+        examples: gives those that a :class:`PromptBuilder` makes.
         score: of what a cache answered, given the example; in [0, 1], or a perplexity. None: there is no right answer,
-            and only the full cache's is held against it.
+            and answers are only compared with the full cache's.
         metric: what the score is, in words. new: tokens that an answer may have; 0: nothing is generated.
         stop: text that ends it. runs_code: the score runs what the model wrote; there is none unless that is allowed.
     """
 
     name: str
     source: str
-    examples: Callable[[Wish], Sequence[Example] | Iterator[Example]]
+    examples: Callable[[PromptBuilder], Sequence[Example] | Iterator[Example]]
     score: Callable[[Output, Example], float] | None
     metric: str
     new: int
     stop: str | None = None
     runs_code: bool = False
 
-    def take(self, wish: Wish) -> list[Example]:
+    def take(self, builder: PromptBuilder) -> list[Example]:
         """The examples.
 
         Raises:
             FadeError: there are fewer, or one does not fit; names the task.
         """
         try:
-            found = list(islice(self.examples(wish), wish.n))
+            found = list(islice(self.examples(builder), builder.n))
         except FadeError as error:
             raise FadeError(f"task {self.name}: {error}") from error
-        if len(found) < wish.n:
-            raise FadeError(f"task {self.name}: {wish.source} gives {len(found)} examples, not n {wish.n}; lower n")
+        if len(found) < builder.n:
+            raise FadeError(
+                f"task {self.name}: {builder.source} gives {len(found)} examples, not n {builder.n}; lower n"
+            )
         return found

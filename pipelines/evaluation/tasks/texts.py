@@ -9,26 +9,26 @@ from typing import Any
 
 from data.lm import encode
 from data.text import load_documents
-from pipelines.evaluation.tasks.task import Example, Output, Turn, Wish
+from pipelines.evaluation.tasks.task import Example, Output, PromptBuilder, Turn
 from predictor.errors import FadeError
 
 ANSWER = 64  # tokens of text that follow the context
 LEAD = 16  # tokens of the repetition that belong to the prompt of a copy
 
 
-def continuation(wish: Wish) -> Iterator[Example]:
+def continuation(builder: PromptBuilder) -> Iterator[Example]:
     """Documents of a text source: the context, and the tokens that follow it."""
-    for ids in _documents(wish):
-        yield _example(wish, ids[: wish.length], ids[wish.length :], {})
+    for ids in _documents(builder):
+        yield _example(builder, ids[: builder.length], ids[builder.length :], {})
 
 
-def copy(wish: Wish) -> Iterator[Example]:
+def copy(builder: PromptBuilder) -> Iterator[Example]:
     """A text that comes back to a part of itself, at evenly spread depths, and must be continued from there."""
-    for index, ids in enumerate(_documents(wish)):
-        text = wish.length - LEAD
-        start = round((text - 2 * ANSWER) * index / wish.n)
+    for index, ids in enumerate(_documents(builder)):
+        text = builder.length - LEAD
+        start = round((text - 2 * ANSWER) * index / builder.n)
         lead, answer = ids[start : start + LEAD], ids[start + LEAD : start + LEAD + ANSWER]
-        yield _example(wish, [*ids[:text], *lead], answer, {"depth": round(start / wish.length, 3)})
+        yield _example(builder, [*ids[:text], *lead], answer, {"depth": round(start / builder.length, 3)})
 
 
 def perplexity(output: Output, example: Example) -> float:
@@ -42,33 +42,33 @@ def perplexity(output: Output, example: Example) -> float:
 
 
 def copied(output: Output, example: Example) -> float:
-    """Share of the wanted text that comes before the first mistake; 1: all of it.
+    """Fraction of the reference that comes before the first mistake; 1: all of it.
 
     Example:
         >>> copied(Output(["so it is"], [], []), Example([], (), {"values": ["so it was"]}))
         0.6666666666666666
     """
-    said, wanted = output.texts[-1], example.facts["values"][0]
-    right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(said, wanted))
-    return len(list(right)) / len(wanted)
+    answer, reference = output.texts[-1], example.facts["values"][0]
+    right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(answer, reference))
+    return len(list(right)) / len(reference)
 
 
-def _documents(wish: Wish) -> Iterator[list[int]]:
-    length = wish.length + ANSWER
-    if wish.length < LEAD + 3 * ANSWER:
-        raise FadeError(f"length {wish.length} is too short; {LEAD + 3 * ANSWER} tokens are the least")
+def _documents(builder: PromptBuilder) -> Iterator[list[int]]:
+    length = builder.length + ANSWER
+    if builder.length < LEAD + 3 * ANSWER:
+        raise FadeError(f"length {builder.length} is too short; {LEAD + 3 * ANSWER} tokens are the least")
     found = load_documents(
-        [wish.source],
+        [builder.source],
         train=0,
-        validation=wish.n,
+        validation=builder.n,
         length=length,
-        measure=lambda text: len(encode(wish.tokenizer, text)),
-        seed=wish.seed,
+        measure=lambda text: len(encode(builder.tokenizer, text)),
+        seed=builder.seed,
     )
     for document in found:
-        yield encode(wish.tokenizer, document.text)[:length]
+        yield encode(builder.tokenizer, document.text)[:length]
 
 
-def _example(wish: Wish, prompt: list[int], answer: list[int], facts: dict[str, Any]) -> Example:
+def _example(builder: PromptBuilder, prompt: list[int], answer: list[int], facts: dict[str, Any]) -> Example:
     """The last token of the prompt stands for its question."""
-    return Example(prompt[:-1], (Turn(prompt[-1:], answer),), {"values": [wish.tokenizer.decode(answer)], **facts})
+    return Example(prompt[:-1], (Turn(prompt[-1:], answer),), {"values": [builder.tokenizer.decode(answer)], **facts})

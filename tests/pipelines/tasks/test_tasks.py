@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.evaluation.tasks import TASKS
 from pipelines.evaluation.tasks.records import records
-from pipelines.evaluation.tasks.task import Example, Output, Wish
+from pipelines.evaluation.tasks.task import Example, Output, PromptBuilder
 from predictor.errors import FadeError
 
 LENGTH = 3000  # bytes, each a token of the tiny tokenizer
@@ -63,13 +63,13 @@ RECORDS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.fixture
-def wish(tiny_tokenizer: Any, prose: Path, tmp_path: Path) -> Callable[..., Wish]:
-    def make(name: str, n: int = 3, length: int = LENGTH, seed: int = 0) -> Wish:
+def builder(tiny_tokenizer: Any, prose: Path, tmp_path: Path) -> Callable[..., PromptBuilder]:
+    def make(name: str, n: int = 3, length: int = LENGTH, seed: int = 0) -> PromptBuilder:
         source = str(prose)
         if name in RECORDS:
             source = str(tmp_path / f"{name}.jsonl")
             Path(source).write_text("".join(json.dumps(record) + "\n" for record in RECORDS[name]))
-        return Wish(tiny_tokenizer, n, length, seed, source)
+        return PromptBuilder(tiny_tokenizer, n, length, seed, source)
 
     return make
 
@@ -79,26 +79,26 @@ def test_these_are_all_tasks() -> None:
 
 
 @pytest.mark.parametrize("name", [*GENERATED, *FROM_PROSE, *RECORDS])
-def test_prompts_fit_and_come_again(name: str, wish: Callable[..., Wish]) -> None:
+def test_prompts_fit_and_come_again(name: str, builder: Callable[..., PromptBuilder]) -> None:
     task = TASKS[name]
-    examples = task.take(wish(name))
+    examples = task.take(builder(name))
     assert len(examples) == 3
     assert all(0 < example.tokens <= LENGTH and example.context and example.turns[0].question for example in examples)
-    assert task.take(wish(name)) == examples
+    assert task.take(builder(name)) == examples
     if name not in ("mt_bench", "gsm8k", "humaneval"):
         assert min(example.tokens for example in examples) > LENGTH * 0.75
     if name in ("multi_news", "passage_retrieval", "altqa", "paperqa", "senhallu", "private_eval"):
         assert all(example.cut for example in examples)
     if name in GENERATED or name in ("needle", "many keys", "topics", "probes"):
-        assert task.take(wish(name, seed=1)) != examples
+        assert task.take(builder(name, seed=1)) != examples
 
 
 @pytest.mark.parametrize("name", ["lines", "key-value", "needle", "many keys", "topics", "copy"])
 def test_the_answer_is_in_the_context_once_and_at_its_depth(
-    name: str, wish: Callable[..., Wish], tiny_tokenizer: Any
+    name: str, builder: Callable[..., PromptBuilder], tiny_tokenizer: Any
 ) -> None:
     task = TASKS[name]
-    for index, example in enumerate(task.take(wish(name))):
+    for index, example in enumerate(task.take(builder(name))):
         context, answer = (tiny_tokenizer.decode(ids) for ids in (example.context, example.turns[0].answer or []))
         (wanted,) = example.facts["values"]
         assert answer.strip() == wanted.strip()
@@ -116,29 +116,31 @@ CHAT = (
 )
 
 
-def test_a_chat_model_is_asked_in_its_template(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
+def test_a_chat_model_is_asked_in_its_template(builder: Callable[..., PromptBuilder], tiny_tokenizer: Any) -> None:
     tiny_tokenizer.chat_template = CHAT
-    (example, *_) = TASKS["lines"].take(wish("lines"))
+    (example, *_) = TASKS["lines"].take(builder("lines"))
     text = tiny_tokenizer.decode([*example.context, *example.turns[0].question])
     assert text.startswith("<user>Below is a record")
     assert "?<end><assistant>line " in text
     assert example.tokens <= LENGTH
 
-    (example, *_) = TASKS["mt_bench"].take(wish("mt_bench"))
+    (example, *_) = TASKS["mt_bench"].take(builder("mt_bench"))
     first, second = (tiny_tokenizer.decode(turn.question) for turn in example.turns)
     assert tiny_tokenizer.decode(example.context) + first == "<user>Write a poem.<end><assistant>"
     assert second == "<end><user>Make it rhyme.<end><assistant>"
 
 
-def test_a_copy_is_led_up_to(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
-    for example in TASKS["copy"].take(wish("copy")):
+def test_a_copy_is_led_up_to(builder: Callable[..., PromptBuilder], tiny_tokenizer: Any) -> None:
+    for example in TASKS["copy"].take(builder("copy")):
         prompt = tiny_tokenizer.decode([*example.context, *example.turns[0].question])
         lead, (wanted,) = prompt[-16:], example.facts["values"]
         assert lead + wanted in prompt
 
 
-def test_shots_are_solved_and_the_asked_one_is_not_among_them(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
-    for index, example in enumerate(TASKS["gsm8k"].take(wish("gsm8k"))):
+def test_shots_are_solved_and_the_asked_one_is_not_among_them(
+    builder: Callable[..., PromptBuilder], tiny_tokenizer: Any
+) -> None:
+    for index, example in enumerate(TASKS["gsm8k"].take(builder("gsm8k"))):
         context = tiny_tokenizer.decode(example.context)
         assert context.count("####") > 20
         assert f"Question: {index} + {index}?" not in context
@@ -146,42 +148,42 @@ def test_shots_are_solved_and_the_asked_one_is_not_among_them(wish: Callable[...
         assert _score("gsm8k", f"1, 2\n#### {2 * index}", example) == 1
 
 
-def test_a_function_passes_its_own_tests(wish: Callable[..., Wish]) -> None:
-    for index, example in enumerate(TASKS["humaneval"].take(wish("humaneval"))):
+def test_a_function_passes_its_own_tests(builder: Callable[..., PromptBuilder]) -> None:
+    for index, example in enumerate(TASKS["humaneval"].take(builder("humaneval"))):
         assert _score("humaneval", f"    return x + {index}", example) == 1
         assert _score("humaneval", f"    return x - {index} - 1", example) == 0
 
 
-def test_choices_numbers_and_paragraphs_are_scored(wish: Callable[..., Wish]) -> None:
-    hallucinated = TASKS["senhallu"].take(wish("senhallu"))
+def test_choices_numbers_and_paragraphs_are_scored(builder: Callable[..., PromptBuilder]) -> None:
+    hallucinated = TASKS["senhallu"].take(builder("senhallu"))
     assert [_score("senhallu", " yes", example) for example in hallucinated] == [0, 1, 0]
-    assert [example.choices for example in TASKS["paperqa"].take(wish("paperqa"))] == [(" A", " B", " C", " D")] * 3
-    assert [_score("paperqa", " B", example) for example in TASKS["paperqa"].take(wish("paperqa"))] == [
+    assert [example.choices for example in TASKS["paperqa"].take(builder("paperqa"))] == [(" A", " B", " C", " D")] * 3
+    assert [_score("paperqa", " B", example) for example in TASKS["paperqa"].take(builder("paperqa"))] == [
         1,
         1,
         1,
     ]
-    assert [_score("altqa", "It was 1910", example) for example in TASKS["altqa"].take(wish("altqa"))] == [
+    assert [_score("altqa", "It was 1910", example) for example in TASKS["altqa"].take(builder("altqa"))] == [
         0,
         1,
         0,
     ]
-    found = TASKS["passage_retrieval"].take(wish("passage_retrieval"))
+    found = TASKS["passage_retrieval"].take(builder("passage_retrieval"))
     assert [_score("passage_retrieval", "26", example) for example in found] == [0, 1, 0]
-    lines = TASKS["private_eval"].take(wish("private_eval"))
+    lines = TASKS["private_eval"].take(builder("private_eval"))
     assert [_score("private_eval", said, lines[0]) for said in ("bn.one()\nx", "bn.two()")] == [1, 0]
-    news = TASKS["multi_news"].take(wish("multi_news"))
+    news = TASKS["multi_news"].take(builder("multi_news"))
     assert [_score("multi_news", "Summary 0.", example) for example in news] == [1, 0.5, 0.5]
 
 
-def test_a_question_comes_after_its_document(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
-    for index, example in enumerate(TASKS["altqa"].take(wish("altqa"))):
+def test_a_question_comes_after_its_document(builder: Callable[..., PromptBuilder], tiny_tokenizer: Any) -> None:
+    for index, example in enumerate(TASKS["altqa"].take(builder("altqa"))):
         assert "when was" not in tiny_tokenizer.decode(example.context)
         assert f"when was {index}" in tiny_tokenizer.decode(example.turns[0].question)
 
 
-def test_the_wanted_paragraph_is_never_left_out(wish: Callable[..., Wish], tiny_tokenizer: Any) -> None:
-    for example in TASKS["passage_retrieval"].take(wish("passage_retrieval")):
+def test_the_wanted_paragraph_is_never_left_out(builder: Callable[..., PromptBuilder], tiny_tokenizer: Any) -> None:
+    for example in TASKS["passage_retrieval"].take(builder("passage_retrieval")):
         assert f"段落{example.facts['number']}：" in tiny_tokenizer.decode(example.context)
 
 
@@ -205,7 +207,7 @@ def test_a_malformed_line_is_named(line: str, words: str, tmp_path: Path, tiny_t
     good = json.dumps(RECORDS["gsm8k"][0])
     path.write_text(f"{good}\n{line}\n{good}\n{good}\n")
     with pytest.raises(FadeError) as caught:
-        TASKS["gsm8k"].take(Wish(tiny_tokenizer, 3, 900, 0, str(path)))
+        TASKS["gsm8k"].take(PromptBuilder(tiny_tokenizer, 3, 900, 0, str(path)))
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
     assert str(caught.value).startswith("task gsm8k: ")
@@ -233,7 +235,7 @@ def test_a_record_that_is_no_task_is_named(
     path = tmp_path / "one.jsonl"
     path.write_text(f"\n{json.dumps(record)}\n")
     with pytest.raises(FadeError, match="line 2") as caught:
-        TASKS[name].take(Wish(tiny_tokenizer, 1, LENGTH, 0, str(path)))
+        TASKS[name].take(PromptBuilder(tiny_tokenizer, 1, LENGTH, 0, str(path)))
     assert words in str(caught.value)
 
 
@@ -242,15 +244,15 @@ def test_records_of_a_dataset_are_those_of_its_file(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "test.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS["gsm8k"]))
     found = list(records(f"hf:{folder}"))
-    assert [dict(record.held) for record in found] == RECORDS["gsm8k"]
+    assert [dict(record.fields) for record in found] == RECORDS["gsm8k"]
     assert found[1].where == f"hf:{folder} record 1"
     with pytest.raises(FadeError, match="record 0 has no text field 'context' but"):
-        TASKS["multi_news"].take(Wish(None, 1, LENGTH, 0, f"hf:{folder}"))
+        TASKS["multi_news"].take(PromptBuilder(None, 1, LENGTH, 0, f"hf:{folder}"))
     with pytest.raises(FadeError, match=r"hf:\S*:no_such_split cannot be loaded"):
         list(records(f"hf:{folder}::no_such_split"))
 
 
-def test_what_is_missing_or_too_small_is_said(wish: Callable[..., Wish], tmp_path: Path) -> None:
+def test_what_is_missing_or_too_small_is_said(builder: Callable[..., PromptBuilder], tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"a": "\xe9"}')
@@ -272,5 +274,5 @@ def test_what_is_missing_or_too_small_is_said(wish: Callable[..., Wish], tmp_pat
         ("needle", 999, LENGTH, "too little text"),
     ]:
         with pytest.raises(FadeError) as caught:
-            TASKS[name].take(wish(name, n, length))
+            TASKS[name].take(builder(name, n, length))
         assert words in str(caught.value)

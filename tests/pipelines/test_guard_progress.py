@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 from fade_runtime.events import GuardEvent
 from pipelines import generate
-from pipelines.integrations.guard_progress import EXPERIMENT, LiveLine
+from pipelines.integrations.guard_progress import EXPERIMENT, ProgressLine
 
 PROMPT = " ".join(f"{i} sheep jump over the {i * 7 % 13}th fence." for i in range(12))
 ASKED = ("--prompt", PROMPT, "--policy", "position", "--budget", 20, "--max_new_tokens", 40, "--dtype", "float32")
@@ -71,7 +71,7 @@ def test_a_terminal_gets_one_line_that_is_written_over() -> None:
     look = GuardEvent(0, 0, 64, "look", 0.04, 0.02, 0.9, 0.95, 1, 10, 0.5)
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        line = LiveLine(stream)
+        line = ProgressLine(stream)
         line.export(look)
         line.export(look)
     assert terminal.getvalue().count("\r") == 2

@@ -10,9 +10,11 @@ import torch
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
-from pipelines.evaluation.measure import FULL, Method, compare
-from pipelines.evaluation.task_runner import Asking
+from pipelines.evaluation.measure import compare
+from pipelines.evaluation.runs import Method
+from pipelines.evaluation.task_runner import TaskRunner
 from pipelines.evaluation.tasks.task import Example, Output, Task, Turn
+from pipelines.reporting.rows import FULL
 
 NEW = 24
 METHODS = [
@@ -55,7 +57,7 @@ def test_each_cache_says_what_single_steps_say(
     compress: str, tiny_model: Callable[..., Any], tiny_tokenizer: Any
 ) -> None:
     model = tiny_model()
-    answers = Asking(model, tiny_tokenizer, compress).ask(TASK, EXAMPLE, METHODS)
+    answers = TaskRunner(model, tiny_tokenizer, compress).run(TASK, EXAMPLE, METHODS)
     prompt = [*EXAMPLE.context, *EXAMPLE.turns[0].question]
     split = len(prompt) - 1 if compress == "prompt" else len(EXAMPLE.context)
     said = {}
@@ -69,14 +71,14 @@ def test_each_cache_says_what_single_steps_say(
 
 
 def test_the_full_cache_says_what_generate_says(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
-    full, *_ = Asking(tiny_model(), tiny_tokenizer).ask(TASK, EXAMPLE, METHODS[:1])
+    full, *_ = TaskRunner(tiny_model(), tiny_tokenizer).run(TASK, EXAMPLE, METHODS[:1])
     prompt = torch.tensor([[*EXAMPLE.context, *EXAMPLE.turns[0].question]])
     out = tiny_model().generate(prompt, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(prompt))
     assert full.output.texts == [tiny_tokenizer.decode(out[0, prompt.shape[1] :])]
 
 
 def test_loss_on_the_wanted_answer_is_that_of_compare(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
-    answers = Asking(tiny_model(), tiny_tokenizer).ask(TASK, EXAMPLE, METHODS)
+    answers = TaskRunner(tiny_model(), tiny_tokenizer).run(TASK, EXAMPLE, METHODS)
     wanted = EXAMPLE.turns[0].answer
     assert wanted is not None
     tokens = torch.tensor([[*EXAMPLE.context, *EXAMPLE.turns[0].question, *wanted]])[:, :-1]
@@ -93,7 +95,7 @@ def test_loss_on_the_wanted_answer_is_that_of_compare(tiny_model: Callable[..., 
 def test_second_turns_follow_the_full_caches_first_answer(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     example = Example(ids(300, 0), (Turn(ids(5, 1)), Turn(ids(9, 3))))
     task = Task("chat", "generated", lambda wish: [], None, "drift", new=NEW)
-    full, exact, safe, h2o = Asking(tiny_model(), tiny_tokenizer).ask(task, example, METHODS)
+    full, exact, safe, h2o = TaskRunner(tiny_model(), tiny_tokenizer).run(task, example, METHODS)
     first = by_hand(tiny_model(), None, [*example.context, *ids(5, 1)[:-1]], ids(5, 1)[-1:])
     second = by_hand(tiny_model(), None, example.context, [*ids(5, 1), *first, *ids(9, 3)])
     assert full.output.texts == [tiny_tokenizer.decode(first), tiny_tokenizer.decode(second)]
@@ -107,7 +109,7 @@ def test_second_turns_follow_the_full_caches_first_answer(tiny_model: Callable[.
 def test_a_choice_is_the_likeliest_first_token(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     example = Example(EXAMPLE.context, EXAMPLE.turns, choices=("a", "b", "c", "d"))
     task = Task("choice", "generated", lambda wish: [], length_of, "choice", new=1)
-    full, *_ = Asking(tiny_model(), tiny_tokenizer).ask(task, example, METHODS)
+    full, *_ = TaskRunner(tiny_model(), tiny_tokenizer).run(task, example, METHODS)
     logits = tiny_model()(torch.tensor([[*example.context, *example.turns[0].question]])).logits[0, -1]
     assert full.output.texts == [max("abcd", key=lambda letter: float(logits[ord(letter)]))]
 
@@ -115,26 +117,26 @@ def test_a_choice_is_the_likeliest_first_token(tiny_model: Callable[..., Any], t
 def test_answers_end_at_a_stop_an_end_token_or_their_length(
     tiny_model: Callable[..., Any], tiny_tokenizer: Any
 ) -> None:
-    long = Asking(tiny_model(), tiny_tokenizer).ask(TASK, EXAMPLE, METHODS[:1])[0].output.texts[0]
+    long = TaskRunner(tiny_model(), tiny_tokenizer).run(TASK, EXAMPLE, METHODS[:1])[0].output.texts[0]
     stop = next(long[i] for i in range(3, len(long)) if long[i] not in long[:i])
     stopped = Task("task", "generated", lambda wish: [], None, "length", new=NEW, stop=stop)
-    assert Asking(tiny_model(), tiny_tokenizer).ask(stopped, EXAMPLE, METHODS[:1])[0].output.texts == [
+    assert TaskRunner(tiny_model(), tiny_tokenizer).run(stopped, EXAMPLE, METHODS[:1])[0].output.texts == [
         long.split(stop)[0]
     ]
 
-    asking = Asking(tiny_model(), tiny_tokenizer)
-    asking.ends = {tiny_tokenizer(stop)["input_ids"][0]}
-    for answer in asking.ask(TASK, EXAMPLE, METHODS[:2]):
+    runner = TaskRunner(tiny_model(), tiny_tokenizer)
+    runner.end_tokens = {tiny_tokenizer(stop)["input_ids"][0]}
+    for answer in runner.run(TASK, EXAMPLE, METHODS[:2]):
         assert answer.output.texts == [long.split(stop)[0]]
 
 
 def test_code_is_scored_only_when_that_is_allowed(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     task = Task("code", "generated", lambda wish: [], length_of, "pass@1", new=2, runs_code=True)
     for allowed in (False, True):
-        (full,) = Asking(tiny_model(), tiny_tokenizer, run_code=allowed).ask(task, EXAMPLE, METHODS[:1])
+        (full,) = TaskRunner(tiny_model(), tiny_tokenizer, run_code=allowed).run(task, EXAMPLE, METHODS[:1])
         assert (full.score is not None) == allowed
 
 
 def test_the_full_cache_comes_first(tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="must be the full cache"):
-        Asking(tiny_model(), tiny_tokenizer).ask(TASK, EXAMPLE, METHODS[1:])
+        TaskRunner(tiny_model(), tiny_tokenizer).run(TASK, EXAMPLE, METHODS[1:])

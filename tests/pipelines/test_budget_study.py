@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.datamodule import TraceDataModule
-from pipelines.budget_study import expected_loss, learned, study
+from pipelines.budget_study import budget_study, expected_loss, learned
 from pipelines.cli import run
 from predictor.nets import TokenMLP
 from predictor.scorenet import token_scores
@@ -45,7 +45,7 @@ def test_the_tables_hold_what_was_computed(
 ) -> None:
     out = tmp_path / "study.md"
     command = [f"--traces={tiny_traces}", "--sizes=[1,100]", "--budgets=[0.2]", "--parts=2", f"--out={out}"]
-    assert run(study, command) == 0
+    assert run(budget_study, command) == 0
     rows = [line.split("|")[1:-1] for line in out.read_text().splitlines() if line.startswith("| ")][1:]
     assert [int(row[0]) for row in rows] == [1, 2]  # what the collection has
     module = TraceDataModule(str(tiny_traces))
@@ -62,5 +62,5 @@ def test_the_tables_hold_what_was_computed(
 
 
 def test_too_few_documents_are_refused(tiny_traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(study, [f"--traces={tiny_traces}", "--parts=3"]) == 2
+    assert run(budget_study, [f"--traces={tiny_traces}", "--parts=3"]) == 2
     assert "parts 3 cannot be made of 2 training documents" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""What `lightning fit` leaves in a folder, and which traces a predictor was trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.trace import Traces
+from predictor.bundle import Predictor, load_bundle
+from predictor.errors import FadeError
+from predictor.files import recover
+
+BEST = "best"  # the bundle of the best epoch, inside a folder that `lightning fit` wrote
+
+
+def load_checkpoint(folder: str, what: str = "checkpoint") -> Predictor:
+    """The predictor of the best epoch in a folder that `lightning fit` wrote, or of a bundle.
+
+    Args:
+        folder: of either. what: names it in the error.
+
+    Raises:
+        FadeError: it is not there, or a file of Lightning's own.
+    """
+    path = Path(folder)
+    if path.suffix == ".ckpt":
+        raise FadeError(f"{what} {folder} is Lightning's own file; give its folder, {path.parent}")
+    if not path.is_dir():
+        raise FadeError(f"there is no {what} folder {folder}; make one with: lightning fit --config ...")
+    recover(path / BEST)
+    return load_bundle(path / BEST if (path / BEST).is_dir() else path)
+
+
+def refuse_other_traces(manifest: Mapping[str, Any], what: str, traces: Traces) -> None:
+    """Refuse a predictor that was not trained on these traces.
+
+    Args:
+        manifest: of the predictor. what: names it in the error. traces: what it is to be used on.
+
+    Raises:
+        FadeError: it was trained on others.
+    """
+    if manifest.get("traces_sha256") != trace_facts(traces)["traces_sha256"]:
+        raise FadeError(
+            f"{what} was trained on other traces than {traces.folder}, and may have seen their validation documents; "
+            "name its own traces, or train again"
+        )
+
+
+def trace_facts(traces: Traces) -> dict[str, Any]:
+    """What a bundle remembers of its traces: how much of which text, and a hash that names exactly these."""
+    manifest = traces.manifest
+    documents, shards = manifest["documents"], manifest["shards"]
+    splits = Counter(document["split"] for document in documents)
+    sources = Counter(document["source"] for document in documents)
+    return {
+        "train_documents": splits["train"],
+        "validation_documents": splits["validation"],
+        "prompt_tokens": sum(document["prompt"] for document in documents),
+        "rows": sum(shard["rows"] for shard in shards),
+        "sources": ", ".join(f"{source} {count}" for source, count in sorted(sources.items())),
+        "text_sha256": manifest["corpus"]["sha256"],
+        "traces_sha256": hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest(),
+    }

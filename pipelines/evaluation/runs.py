@@ -1,0 +1,254 @@
+"""A model and one cache, fed with tokens: ours, the full one, one that knows the future, another project's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.layer.layer import TieredLayer
+from fade_runtime.transformers_api import forward_kwargs, geometry, hand_over, text_config
+from pipelines.evaluation.oracle import Oracle, foresee, future_attention
+from pipelines.evaluation.peer import Peer, peer_errors
+from pipelines.evaluation.reachable import resident_bytes
+from predictor.errors import FadeError
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table: a name, and what the cache is to do; None is the full cache."""
+
+    name: str
+    config: FadeConfig | Oracle | Peer | None
+
+
+class Run:
+    """A model and one cache, fed with tokens.
+
+    Attributes:
+        tiered: whether the cache is one of ours.
+        stride: tokens that may come in one call and leave the cache as they would one at a time.
+        stores: while a prompt is read, the cache stores keys and values, and does nothing else.
+        seen: tokens so far. since: those that followed the prompt.
+    """
+
+    def __init__(self, model: Any, config: FadeConfig | None) -> None:
+        self.model, self.tiered, self.cache = model, config is not None, DynamicCache(config=model.config)
+        self.stride, self.since, self.seen = 64, 0, 0
+        self.stores = config is not None or all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        if config is not None:
+            self.cache = create_tiered_cache(model, config)
+            self.stride = 1 if config.chunked_prefill else config.reassign_every
+
+    def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """Return the logits after each of the tokens [1, n], or after the last of a prompt: [n or 1, V]."""
+        keep = tokens.shape[1] if tokens.shape[1] <= self.stride else 1
+        kwargs = forward_kwargs(self.cache if cache is None else cache, self.model)
+        return self.model(tokens, logits_to_keep=keep, use_cache=True, **kwargs).logits[0]
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take in a layer's keys and values [1, H, S, D] of a prompt that another run's model reads."""
+        self.cache.layers[layer].update(key, value)
+
+    def listen(self, model: Any) -> AbstractContextManager[None]:
+        """What this run does besides while another run's model reads its prompt."""
+        return nullcontext()
+
+    def follow(self, tokens: Tensor) -> Tensor:
+        """Return the logits after each of the tokens [1, n] that come after a prompt: [n, V].
+
+        They come in calls that leave the cache as single ones would.
+        """
+        rows = []
+        while tokens.shape[1]:
+            call, tokens = tokens.split_with_sizes(self._next_call(tokens.shape[1]), dim=1)
+            rows.append(self.feed(call))
+            self.since += call.shape[1]
+            self.seen += call.shape[1]
+        return torch.cat(rows)
+
+    def _next_call(self, waiting: int) -> list[int]:
+        """Tokens that may come at once, and the rest."""
+        now = min(waiting, self.stride - self.since % self.stride)
+        return [now, waiting - now]
+
+    def copied(self) -> Run:
+        """The same model with a copy of the cache, to go on in another way."""
+        other = copy.copy(self)
+        other.cache = copy.deepcopy(self.cache)
+        return other
+
+    def half_precision_bytes(self) -> tuple[int, int]:
+        """Resident bytes and those of a full cache, had the model been of two-byte floats.
+
+        Only tensors of the model's own dtype shrink with it; codes, scales, slots and statistics are stored the
+        same under every model.
+        """
+        width = self.model.dtype.itemsize
+        if not self.tiered:
+            full = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+            return full * 2 // width, full * 2 // width
+        self.cache.count_held()
+        report = self.cache.memory_report()
+        exact = [t for layer in self.cache.tiered for t in (layer.tokens.full.key, layer.tokens.full.value)]
+        stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in exact}
+        spared = sum(stored.values()) * (width - 2) // width
+        return report["resident_bytes"] - spared, report["full_bytes"] * 2 // width
+
+
+class OracleRun(Run):
+    """A model and a tiered cache whose policy knows what is to come."""
+
+    def __init__(self, model: Any, oracle: Oracle) -> None:
+        super().__init__(model, oracle.config)
+        self.knows = False
+
+    def know(self, future: dict[int, Tensor]) -> None:
+        """Take in :func:`pipelines.evaluation.oracle.future_attention`: layer -> [H, S]."""
+        foresee(self.cache, future)
+        self.knows = True
+
+    def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """As any run: [n or 1, V].
+
+        Raises:
+            FadeError: it does not know the future, as in a task whose answers are not known.
+        """
+        if not self.knows:
+            raise FadeError("an oracle needs a text whose continuation is known; leave it out here")
+        return super().feed(tokens, cache)
+
+
+class PeerRun(Run):
+    """A model and another project's cache, fed with tokens."""
+
+    def __init__(self, model: Any, peer: Peer) -> None:
+        self.model, self.tiered, self.peer = model, False, peer
+        with peer_errors(peer, 0):
+            self.cache = peer.cache(model)
+        self.stride, self.since, self.seen, self.stores = peer.stride, 0, 0, peer.stores
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take in a layer's keys and values [1, H, S, D] of a prompt.
+
+        Raises:
+            PeerError: the peer failed.
+        """
+        with peer_errors(self.peer, key.shape[2]):
+            super().store(layer, key, value)
+
+    def listen(self, model: Any) -> AbstractContextManager[None]:
+        """What the peer does while a prompt is read."""
+        return self.peer.listen(model, self.cache)
+
+    def feed(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """Read the prompt as the peer wants it, then the tokens after it: [n or 1, V].
+
+        Raises:
+            PeerError: the peer failed.
+        """
+        positions = {}
+        if self.peer.keeps_positions:
+            positions = {"position_ids": torch.arange(self.seen, self.seen + tokens.shape[1])[None]}
+        with peer_errors(self.peer, tokens.shape[1]):
+            if self.seen == 0:
+                return self.peer.read(self.model, tokens, self.cache)
+            kwargs = forward_kwargs(self.cache, self.model)
+            return self.model(tokens, use_cache=True, **positions, **kwargs).logits[0]
+
+    def copied(self) -> Run:
+        """The same model with a copy of the cache, made as the peer's can be."""
+        other = copy.copy(self)
+        with peer_errors(self.peer, self.seen):
+            other.cache = self.peer.copied(self.cache)
+        return other
+
+    def half_precision_bytes(self) -> tuple[int, int]:
+        """What is reachable from the cache, and what a full cache of the same text holds."""
+        return resident_bytes(self.cache, self.model.dtype), full_bytes_of_token(self.model) * self.seen
+
+
+def full_bytes_of_token(model: Any) -> int:
+    """Bytes of one token in a full cache of two-byte floats, keys and values of all layers."""
+    config = text_config(model)
+    heads, dim = geometry(config)
+    return 2 * 2 * config.num_hidden_layers * heads * dim
+
+
+def start(methods: Sequence[Method], model: Any, twin: Any) -> list[Run]:
+    """Give each method an empty cache: a tiered one on the model, any other on its dense twin."""
+    runs: list[Run] = []
+    for config in (method.config for method in methods):
+        if isinstance(config, Peer):
+            runs.append(PeerRun(twin, config))
+        elif isinstance(config, Oracle):
+            runs.append(OracleRun(model, config))
+        else:
+            runs.append(Run(twin if config is None else model, config))
+    return runs
+
+
+def show_future(runs: Sequence[Run], tokens: Tensor, prompt: int) -> None:
+    """Tell oracles what is to come: tokens [1, prompt + T]."""
+    if oracles := [run for run in runs if isinstance(run, OracleRun)]:
+        future = future_attention(oracles[0].model, tokens[0], prompt)
+        for run in oracles:
+            run.know(future)
+
+
+def read_prompt(runs: Sequence[Run], prompt: Tensor, on_step: Callable[[], None] = lambda: None) -> None:
+    """Fill each cache with a prompt [1, S]; those that only store it are filled by one forward."""
+    with ExitStack() as listening:
+        _read_prompt(runs, prompt, on_step, listening)
+    for run in runs:
+        run.seen = prompt.shape[1]
+
+
+def _read_prompt(runs: Sequence[Run], prompt: Tensor, on_step: Callable[[], None], listening: ExitStack) -> None:
+    tiered = [run for run in runs if run.tiered]
+    together = bool(tiered) and all(isinstance(layer, TieredLayer) for run in tiered for layer in run.cache.layers)
+    for run in tiered if together else ():
+        run.cache.note_ids(prompt)  # the model is called with a cache of all of them
+    for run in runs:
+        if not (together and run.stores):
+            run.feed(prompt)
+        elif run is tiered[0]:
+            others = [other for other in runs if other.stores and not other.tiered]
+            for other in others:
+                listening.enter_context(other.listen(run.model))
+            layers = zip(*(each.cache.layers for each in tiered))
+            run.feed(prompt, Cache(layers=[_ManyLayers(same, others) for same in layers]))
+        on_step()
+
+
+class _ManyLayers(TieredLayer):
+    """The same layer of several tiered caches, as one: the first, in whose steps the others follow.
+
+    While a prompt is read, all of them answer the same: what plain attention does. Other runs' caches, which only
+    store keys and values, are filled along.
+    """
+
+    def __init__(self, layers: Sequence[TieredLayer], others: Sequence[Run] = ()) -> None:
+        self.layers, self.others = layers, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layers[0], name)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            layer.update(key_states, value_states, kwargs={})
+        for other in self.others:
+            other.store(self.layers[0].index, key_states, value_states)
+        return hand_over(self, key_states, kwargs.get("kwargs")), value_states
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        first, *_ = [layer.attend(*args, **kwargs) for layer in self.layers]
+        return first
