@@ -1,6 +1,6 @@
 # make demo    the whole job on a real language model: traces, predictors, registry, generation, evaluation
 # make test    all tests, N=2 at a time             make check   ruff, mypy, the import contracts
-# make test-fast   of every package those that take no model and no five seconds; two minutes
+# make test-fast   of every package those that are not slow; two minutes
 # make docs    the documentation as a site, build/site/index.html: no network, warnings are errors
 # make test-kernels   those of the Triton kernels alone: interpreted on a CPU, and compiled ahead of time
 # make learned a predictor from a hundred documents, like the one that comes with the package (TEXT=, HELD_OUT= for

@@ -36,6 +36,11 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+def slow(*values: Any) -> list[Any]:
+    """Parameters that the fast lane leaves out; it runs others of their kind."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def make_tiny_model(kind: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     """A random causal LM: 2 layers, 4 query heads on 2 kv heads of 16, peaked attention, no end token."""
     import transformers

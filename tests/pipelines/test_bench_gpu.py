@@ -38,6 +38,7 @@ def test_without_a_gpu_it_says_so(name: str, capsys: Any) -> None:
 
 
 @no_gpu
+@pytest.mark.slow
 def test_only_torch_triton_and_transformers_are_needed() -> None:
     """On a bare GPU machine the option parser and the training libraries are absent."""
     absent = "jsonargparse lightning torchmetrics datasets pyarrow mlflow sklearn fsspec.generic"

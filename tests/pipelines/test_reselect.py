@@ -20,6 +20,7 @@ def bank(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return Predictor(EmaBank(), spec=like.spec, provenance=like.provenance, metrics={}, manifest={}).save(folder)
 
 
+@pytest.mark.slow
 def test_an_untrained_bank_is_its_average_and_nothing_beats_the_oracle(bank, bundles, tiny_traces, capsys):
     arguments = [
         "--predictors",

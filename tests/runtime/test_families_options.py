@@ -50,6 +50,7 @@ def test_a_session_goes_on_exactly(family: str) -> None:
         assert torch.equal(*(forward(model, ids[:, at : at + 1], each) for each in (cache, other)))
 
 
+@pytest.mark.slow
 @every_family
 @torch.no_grad()
 def test_streaming_positions_are_those_of_the_text_until_something_leaves(family: str) -> None:

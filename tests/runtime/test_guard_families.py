@@ -23,6 +23,7 @@ def make(model: Any, **options: Any) -> TieredCache:
         return create_tiered_cache(model, FadeConfig(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TIERED)
 def test_restored_logits_are_those_of_the_cache_that_never_evicted(family: str) -> None:
     """Caught at the prompt's end, nothing is evicted: the same pages as in a cache with room for all, so 1e-5."""

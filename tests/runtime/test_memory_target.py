@@ -16,6 +16,7 @@ from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_sessio
 from fade_runtime.config import memory_target as controller
 from fade_runtime.config.memory_target import LEAST, MOST, STEPS, budget_share, free_bytes, target_bytes
 from fade_runtime.transformers_api import forward_kwargs
+from tests.conftest import slow
 
 SMALL: dict[str, Any] = dict(n_sink=2, recent_window=8, reassign_every=8)
 WIDTH = 2 * 2 * 2 * 16 * 4  # bytes of a token in full: layers, kv heads, key and value, head dim, float32
@@ -47,7 +48,7 @@ def test_the_least_step_that_fits_and_never_above_the_limit(
     assert (STEPS[0], STEPS[-1]) == (LEAST, MOST)
 
 
-@pytest.mark.parametrize("policy", ["position", "h2o"])
+@pytest.mark.parametrize("policy", ["position", *slow("h2o")])
 def test_it_stays_below_the_target_and_rises_in_steps(model: Any, policy: str) -> None:
     """From 4x to 9x on a text that grows; at each moment the bytes are those of the memory report."""
     target = WIDTH * 700 // 9

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
-from tests.conftest import make_tiny_model
+from tests.conftest import make_tiny_model, slow
 from tests.runtime.caches import save_bundle
 from tests.runtime.kinds import KINDS, TIGHT, config_of, tokens
 
@@ -98,7 +98,7 @@ def assert_rows_are_as_alone(
                 assert stored(both.cache, layer, row, head) == stored(one.cache, layer, 0, head), (row, layer, head)
 
 
-@pytest.mark.parametrize("side", ["left", "right", "inside", "anywhere"])
+@pytest.mark.parametrize("side", ["left", "anywhere", *slow("right", "inside")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_row_ends_as_alone_over_several_turns(kind: str, side: str, tmp_path: Path) -> None:
     """Also short rows beside long ones: they leave their windows at other steps."""

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.layer.positions import contiguous
 from fade_runtime.transformers_api import forward_kwargs
+from tests.conftest import slow
 from tests.runtime.caches import random_ids, reachable_bytes
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -80,7 +81,7 @@ def test_original_positions_are_another_thing(tiny_model: Callable[..., Any]) ->
     assert float((logits - alone).norm() / alone.norm()) > 0.05
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["default", *slow(*(name for name in SCHEMES if name != "default"))])
 def test_generation_runs_past_the_trained_context(tiny_model: Callable[..., Any], scheme: str) -> None:
     rope = {"rope_theta": 10_000.0, **SCHEMES[scheme]}
     model = tiny_model(num_hidden_layers=1, max_position_embeddings=64, rope_parameters=rope)

@@ -8,12 +8,13 @@ import torch
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs
+from tests.conftest import slow
 from tests.runtime.caches import reachable_bytes, save_bundle
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "streaming"}], ids=str)
 @pytest.mark.parametrize("policy", ["position", "h2o", "ema", "learned"])
-@pytest.mark.parametrize("chunk", [7, 40])
+@pytest.mark.parametrize("chunk", [7, *slow(40)])
 def test_chunked_prefill_equals_one_prefill(
     model: Any, policy: str, chunk: int, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache, load_session, save_session
 from fade_runtime.transformers_api import forward_kwargs
-from tests.conftest import make_tiny_model
+from tests.conftest import make_tiny_model, slow
 from tests.runtime.kinds import GUARDED, KINDS, config_of, step, tokens
 
 from .compare import differences
@@ -63,7 +63,7 @@ def test_a_reset_cache_is_a_new_one(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *STATEFUL])
-@pytest.mark.parametrize("way", ["session", "copy"])
+@pytest.mark.parametrize("way", ["session", *slow("copy")])
 def test_a_session_and_a_copy_hold_all_that_is_state(kind: str, way: str, tmp_path: Path) -> None:
     model = make_tiny_model()
     cache = made(kind, model, tmp_path / "a")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fade_runtime import FadeConfig, FadeError, TieredCache, create_tiered_cache
 from fade_runtime.layer import AttentionCall
-from tests.conftest import make_tiny_model
+from tests.conftest import make_tiny_model, slow
 from tests.families import FAMILIES
 from tests.runtime.kinds import GUARDED, KINDS, TIGHT, config_of, step, tokens
 
@@ -51,7 +51,7 @@ def give(model: Any, cache: TieredCache, first: int, count: int, seed: int = 0) 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "guard"])
-@pytest.mark.parametrize("drafts", [2, 5])
+@pytest.mark.parametrize("drafts", [2, *slow(5)])
 def test_rejected_drafts_leave_nothing(kind: str, drafts: int, tmp_path: Path) -> None:
     """Also when the first call brings the prompt and drafts, as in transformers' assisted decoding."""
     model = make_tiny_model()
@@ -182,7 +182,7 @@ def assert_taken_back_or_named(model: Any, cache: TieredCache, clean: TieredCach
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "guard"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Boom])
+@pytest.mark.parametrize("error", [Boom, *slow(KeyboardInterrupt)])
 @pytest.mark.parametrize("where", ["q_proj", "o_proj"])
 def test_a_call_that_fails_in_a_layer_is_taken_back_or_named(
     kind: str, error: type[BaseException], where: str, tmp_path: Path
@@ -209,7 +209,7 @@ def test_a_call_that_fails_in_a_layer_is_taken_back_or_named(
         assert not (named and (before == 0 or (kind == "int4" and size < 6))), "nothing of these is final"
 
 
-@pytest.mark.parametrize("kind", ["int4", "h2o", "learned", "guard", "streaming", "recorded"])
+@pytest.mark.parametrize("kind", ["h2o", *slow("int4", "learned", "guard", "streaming", "recorded")])
 def test_an_interrupt_at_any_line_is_taken_back_or_named(kind: str, tmp_path: Path) -> None:
     model = make_tiny_model()
     options = {"guard": GUARDED, "recorded": TIGHT}
