@@ -16,7 +16,13 @@ SECTION = re.compile(r"^(?P<title>Args|Attributes):\n(?P<body>(?:[ \t]+\S.*(?:\n
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites each docstring as it is read."""
+    """Rewrites each docstring, and defaults, as they are read."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Write a default that a dataclass's field makes (``field(default_factory=lambda: [...])``) as what it is."""
+        for argument in getattr(attr.value, "arguments", ()):
+            if getattr(argument, "name", None) == "default_factory" and isinstance(argument.value, griffe.ExprLambda):
+                attr.value = argument.value.body
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Separate arguments and attributes that share a line; write roles as code."""
