@@ -63,6 +63,7 @@ def test_plain_torch_for_other_devices_and_on_request(device: torch.device, monk
     assert pick_quantiser(device) is quantise
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
     code = (
         "import torch, warnings, os; warnings.simplefilter('always')\n"
