@@ -17,7 +17,14 @@ from fade_runtime.transformers_api import geometry, text_config
 from pipelines import cli
 from pipelines.evaluation.held_out import HeldOut, choose_texts
 from pipelines.evaluation.measure import Measured, compare
-from pipelines.evaluation.methods import METHODS, Skipped, available_methods, check_methods, run_without_failing
+from pipelines.evaluation.methods import (
+    METHODS,
+    Skipped,
+    available_methods,
+    check_methods,
+    load_predictors,
+    run_without_failing,
+)
 from pipelines.evaluation.peer import Peer
 from pipelines.evaluation.peers import versions
 from pipelines.evaluation.report import document_rows, method_rows, report, source_rows, tables
@@ -26,13 +33,12 @@ from pipelines.evaluation.sizing import Sized, equally_sized, to_fit, with_fitte
 from pipelines.plots import heatmap, occupancy
 from pipelines.plots.heatmap import HeadMap
 from pipelines.plots.quality import quality_against_bytes
-from pipelines.reporting.html import page
+from pipelines.reporting.html import write_report
 from pipelines.reporting.machine import machine
 from pipelines.reporting.rows import results_folder, write_jsonl
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
-from predictor.registry import load_predictor
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ def evaluate(settings: EvaluateSettings) -> int:
     over all texts, then source by source. A method whose package is not installed, or that fails on a text, is named
     and left out; the exit status is then 2.
     """
-    predictors = {name: load_predictor(ref, settings.tracking_uri) for name, ref in (settings.predictors or {}).items()}
+    predictors = load_predictors(settings.predictors, settings.tracking_uri)
     traces = None if settings.traces is None else Traces(settings.traces)
     lm, tokenizer = load_lm(settings.model, "float32")
     check_model(lm, predictors, settings)
@@ -267,9 +273,7 @@ def write_results(
             plots["occupancy.png"] = f"Tokens of a kv head in each tier while {first} is decoded, and bytes."
             occupancy.draw(folder / "occupancy.png", occupied, "Where the tokens are")
         write_jsonl(folder / "results.jsonl", [run, *documents, *methods, *source_rows(documents), *occupied])
-        text = report(run, documents, plots)
-        (folder / "report.md").write_text(text, encoding="utf-8")
-        (folder / "report.html").write_text(page(text, folder), encoding="utf-8")
+        write_report(folder, report(run, documents, plots))
 
 
 def main(argv: list[str] | None = None) -> int:

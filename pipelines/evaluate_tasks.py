@@ -13,7 +13,13 @@ from tqdm import tqdm
 
 from data.lm import load_lm, positions_of
 from pipelines import cli
-from pipelines.evaluation.methods import Skipped, available_methods, check_methods, run_without_failing
+from pipelines.evaluation.methods import (
+    Skipped,
+    available_methods,
+    check_methods,
+    load_predictors,
+    run_without_failing,
+)
 from pipelines.evaluation.peer import PeerError
 from pipelines.evaluation.runs import Method
 from pipelines.evaluation.task_report import answer_rows, over_all, report, tables, task_rows
@@ -22,12 +28,11 @@ from pipelines.evaluation.tasks import TASKS
 from pipelines.evaluation.tasks.task import Example, PromptBuilder, Task
 from pipelines.plots import needle_map
 from pipelines.plots.quality import losses_by_task, pyplot
-from pipelines.reporting.html import page, renderer
+from pipelines.reporting.html import renderer, write_report
 from pipelines.reporting.machine import machine
 from pipelines.reporting.rows import results_folder, write_jsonl
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
-from predictor.registry import load_predictor
 
 GENERATED = ("copy", "needle", "many keys", "lines", "key-value", "topics", "probes")  # need no file
 SHORTEST = 100  # tokens of a prompt
@@ -141,7 +146,7 @@ def evaluate_tasks(settings: TaskSettings) -> int:
     model) is named and skipped: the other rows are written all the same, and the exit status is 2.
     """
     pyplot(), renderer()  # before the time is spent
-    predictors = {name: load_predictor(ref, settings.tracking_uri) for name, ref in (settings.predictors or {}).items()}
+    predictors = load_predictors(settings.predictors, settings.tracking_uri)
     lm, tokenizer = load_lm(settings.model, "float32")
     for predictor in predictors.values():
         predictor.check(lm)
@@ -240,9 +245,7 @@ def write_results(out: Path, run: dict[str, Any], answers: list[dict[str, Any]],
         write_jsonl(folder / "results.jsonl", [run, *answers, *tasks, *over_all(tasks)])
         losses_by_task(folder / "tasks.png", tasks)
         mapped = needle_map.draw(folder / "depths.png", answers)
-        text = report(run, tasks, "depths.png" if mapped else None)
-        (folder / "report.md").write_text(text, encoding="utf-8")
-        (folder / "report.html").write_text(page(text, folder), encoding="utf-8")
+        write_report(folder, report(run, tasks, "depths.png" if mapped else None))
     print(f"\n{tables(tasks, run['failed'])}\n\nReport: {out}/report.html")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +11,9 @@ from data.reading import json_lines
 from pipelines import cli
 from pipelines.evaluation.pairwise import pairwise_rows, pairwise_table, size_table, sizes, summary, unreached
 from pipelines.plots import pareto
-from pipelines.reporting.html import page
+from pipelines.reporting.html import write_report
 from pipelines.reporting.rows import FULL, Row, results_folder, write_jsonl
-from pipelines.reporting.tables import markdown_table
+from pipelines.reporting.tables import listed_options, machine_line, markdown_table
 from predictor.errors import FadeError
 
 POINTS = 2  # of a score out of 100: retrieval may lose as many
@@ -47,9 +46,7 @@ def proof(
         pareto.draw(folder / "proof.png", run, methods, f"{model}, {context:,} tokens, {len(run['texts'])} texts")
         of_tasks = [row for row in answered if row["kind"] != "answer"]
         write_jsonl(folder / "proof.jsonl", [run, *methods, *compared, *of_tasks, *timed])
-        text = report(run, methods, compared, answered, timed)
-        (folder / "proof.md").write_text(text, encoding="utf-8")
-        (folder / "proof.html").write_text(page(text, folder), encoding="utf-8")
+        write_report(folder, report(run, methods, compared, answered, timed), "proof")
     print(f"{summary(compared)}\n\nReport: {out}/proof.html")
     return 0
 
@@ -77,16 +74,14 @@ def report(
         run, methods: of the evaluation. compared: rows of :func:`pipelines.evaluation.pairwise.pairwise_rows`.
         answered: rows of tasks, the run first. timed: rows of the decode bench.
     """
-    settings, here = run["settings"], run["machine"]
+    settings = run["settings"]
     kinds = dict.fromkeys(text["source"] for text in run["texts"])
     by_size = "\n\n".join(f"### {ratio:g}x\n\n{size_table(compared, ratio)}" for ratio in sizes(run))
     larger = "; ".join(unreached(run, methods))
     skipped = "".join(f"Left out: {line}\n\n" for line in [*run["skipped"], *answered[0]["skipped"]])
-    configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
     texts = "\n".join(
         f"- {kind}: {', '.join(one['document'] for one in run['texts'] if one['source'] == kind)}" for kind in kinds
     )
-    versions = ", ".join(f"{name} {number}" for name, number in {**here["versions"], **run["peers"]}.items())
     return f"""# Proof: ours beside other projects' caches
 
 {Path(settings["model"]).name} in float32; {settings["context"]:,} tokens of prompt, then {settings["steps"]} tokens
@@ -126,13 +121,13 @@ attention could gain.
 
 ## How it was measured
 
-{here["processor"]}, {here["threads"]} threads; Python {here["python"]}, {versions}.
+{machine_line(run["machine"], run["peers"])}
 
 {texts}
 
 Configurations, with what was set:
 
-{configs}
+{listed_options(settings["configs"])}
 
 {skipped}`{run["command"]}`
 

@@ -16,6 +16,7 @@ from pipelines.evaluation.runs import Method
 from pipelines.reporting.rows import FULL
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
+from predictor.registry import load_predictor
 
 T = TypeVar("T")
 METHODS = (FULL, "safe", *POLICIES)
@@ -66,6 +67,15 @@ def check_methods(
         raise FadeError("method 'learned' needs predictors; name one, or leave 'learned' out of methods")
     if not 0 < budget <= 1:
         raise FadeError(f"budget {budget} is not a share of the context; use a float in (0, 1]")
+
+
+def load_predictors(references: Mapping[str, str] | None, tracking_uri: str | None) -> dict[str, Predictor]:
+    """The predictors that are named.
+
+    Args:
+        references: name in tables -> what :func:`predictor.registry.load_predictor` takes. tracking_uri: as there.
+    """
+    return {name: load_predictor(reference, tracking_uri) for name, reference in (references or {}).items()}
 
 
 def available_methods(

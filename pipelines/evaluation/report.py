@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from pipelines.evaluation.measure import Measured
 from pipelines.reporting.rows import FULL, mean
-from pipelines.reporting.tables import markdown_table
+from pipelines.reporting.tables import listed_options, machine_line, markdown_table
 
 MIB = 2**20
 COLUMNS = ("cache", "KL, mean", "KL, worst text", "top-1", "MiB", "compression", "decode speed")
@@ -140,13 +139,11 @@ def report(run: Mapping[str, Any], documents: Sequence[Mapping[str, Any]], plots
         documents: rows of :func:`document_rows`.
         plots: file name -> caption.
     """
-    settings, here = run["settings"], run["machine"]
+    settings = run["settings"]
     texts = "\n".join(f"- {text['source']}: `{text['document']}`" for text in run["texts"])
     pictures = "\n\n".join(f"![{caption}]({name})\n\n{caption}" for name, caption in plots.items())
     predictors = "\n".join(f"- {name}: `{ref}`" for name, ref in settings["predictors"].items()) or "- none"
-    configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
     unseen = "" if settings["text"] else " that no predictor was trained on"
-    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     skipped = "".join(f"Left out: {line}\n\n" for line in run.get("skipped", ()))
     return f"""# Compressed caches against the full cache
 
@@ -167,7 +164,7 @@ the same to every cache; {len(run["texts"])} texts{unseen}.
 
 ## How it was measured
 
-{here["processor"]}, {here["threads"]} threads; Python {here["python"]}, {versions}.
+{machine_line(run["machine"])}
 
 Texts:
 
@@ -175,7 +172,7 @@ Texts:
 
 Configurations:
 
-{configs or "- none"}
+{listed_options(settings["configs"]) or "- none"}
 
 Predictors:
 

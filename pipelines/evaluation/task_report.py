@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from pipelines.evaluation.intervals import bootstrap, interval
 from pipelines.evaluation.task_runner import Answer
 from pipelines.evaluation.tasks.task import Example, Task
 from pipelines.reporting.rows import FULL, compression, mean
-from pipelines.reporting.tables import markdown_table
+from pipelines.reporting.tables import listed_options, machine_line, markdown_table
 
 COLUMNS = ("task", "cache", "score", "95 %", "full cache", "KL", "top-1", "same answer", "compression")
 ALL_COLUMNS = ("cache", "tasks", "score lost", "KL", "top-1", "same answer", "compression")
@@ -147,17 +146,15 @@ def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], depths: s
         run: the settings, machine, model and what was skipped, as in the first line of results.jsonl.
         tasks: rows of :func:`task_rows`. depths: file of the needle map, if there is one.
     """
-    settings, here = run["settings"], run["machine"]
+    settings = run["settings"]
     by_task = [row for row in tasks if row["method"] == FULL]
     what = "\n".join(
         f"- {row['task']}: {row['metric']}; {row['n']} prompts of {row['tokens']:,} tokens"
         + (f", {row['cut']} of them cut to fit" if row["cut"] else "")
         for row in by_task
     )
-    configs = "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in settings["configs"].items())
     skipped = "\n".join(f"- {line}" for line in run["skipped"])
     mapped = f"\n![{DEPTHS}]({depths})\n\n{DEPTHS}\n" if depths else ""
-    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     return f"""# Tasks: each cache beside the full cache
 
 {settings["model"]}; {COMPRESSED[settings["compress"]]}
@@ -189,11 +186,11 @@ Skipped:
     }
 ## How it was measured
 
-{here["processor"]}, {here["threads"]} threads; Python {here["python"]}, {versions}.
+{machine_line(run["machine"])}
 
 Configurations:
 
-{configs or "- none"}
+{listed_options(settings["configs"]) or "- none"}
 
 Again: `{run["command"]}`. Every answer is in `results.jsonl`.
 """

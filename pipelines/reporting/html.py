@@ -65,6 +65,17 @@ def page(markdown: str, folder: Path) -> str:
     )
 
 
+def write_report(folder: Path, markdown: str, name: str = "report") -> None:
+    """Write a report in Markdown, and as one HTML page.
+
+    Args:
+        folder: to write to; the pictures that the report names lie there. markdown: opens with its title.
+        name: of both files, less their endings.
+    """
+    (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
+    (folder / f"{name}.html").write_text(page(markdown, folder), encoding="utf-8")
+
+
 def _inlined(picture: Path) -> str:
     """A PNG as the address of itself."""
     return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]], words: int) -> str:
@@ -31,6 +33,30 @@ def plain_table(columns: Sequence[str], lines: Sequence[Sequence[str]], words: i
     """
     widths = _widths([columns, *lines])
     return "\n".join("  ".join(_padded(line, widths, words)).rstrip() for line in [columns, *lines])
+
+
+def listed_options(configs: Mapping[str, Any]) -> str:
+    """Configurations as a Markdown list, their options as JSON.
+
+    Example:
+        >>> print(listed_options({"k4v2": {"int4_budget": 0}}))
+        - k4v2: `{"int4_budget": 0}`
+    """
+    return "\n".join(f"- {name}: `{json.dumps(options)}`" for name, options in configs.items())
+
+
+def machine_line(machine: Mapping[str, Any], more: Mapping[str, str] | None = None) -> str:
+    """What numbers were measured with, as a sentence.
+
+    Args:
+        machine: of :func:`pipelines.reporting.machine.machine`. more: versions of other packages.
+
+    Example:
+        >>> machine_line({"processor": "abacus", "threads": 1, "python": "3.11", "versions": {"torch": "2.11"}})
+        'abacus, 1 threads; Python 3.11, torch 2.11.'
+    """
+    versions = ", ".join(f"{name} {number}" for name, number in {**machine["versions"], **(more or {})}.items())
+    return f"{machine['processor']}, {machine['threads']} threads; Python {machine['python']}, {versions}."
 
 
 def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
