@@ -16,7 +16,8 @@ from transformers import DynamicCache
 from data.lm import encode, load_lm, refuse_too_long
 from data.text import Document, corpus_hash, load_documents
 from fade_runtime import transformers_api as hf
-from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook, check_sizes
+from fade_runtime.storage.codebook import CodebookSet
+from fade_runtime.storage.pq import LayerCodebook, PQCodebook, check_sizes
 from pipelines import cli
 from predictor.errors import FadeError
 from predictor.provenance import head_dim, model_provenance

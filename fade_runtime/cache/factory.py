@@ -24,7 +24,7 @@ from fade_runtime.layer import LayerSetup, TieredLayer
 from fade_runtime.layer.sequences import Shared
 from fade_runtime.policies import POLICIES, Policy
 from fade_runtime.policies.text import SeenText, find_tokenizer, table_for
-from fade_runtime.storage.pq import CodebookSet, load_codebook
+from fade_runtime.storage.codebook import CodebookSet, load_codebook
 from predictor.errors import FadeError
 from predictor.rope import find_rotary
 

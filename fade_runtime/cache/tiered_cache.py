@@ -24,7 +24,7 @@ from fade_runtime.layer import TieredLayer
 from fade_runtime.layer.sequences import Shared
 from fade_runtime.policies import Policy
 from fade_runtime.policies.text import SeenText
-from fade_runtime.storage.pq import CodebookSet
+from fade_runtime.storage.codebook import CodebookSet
 from predictor.errors import FadeError
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fade_runtime.config.validation import check_choice, check_whole, is_whole
+from fade_runtime.storage.codebook import CodebookSet
 from fade_runtime.storage.packed import Bits
-from fade_runtime.storage.pq import CodebookSet
 from fade_runtime.storage.quant import PAGE, PAGE_TOKENS
 from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError

@@ -37,7 +37,7 @@ def row_budgets(
     Example:
         >>> config = FadeConfig(int4_budget=0.25, low_budget=8, n_sink=0)
         >>> budgets = row_budgets(config, Policy(), 0, torch.tensor([100, 40]), heads=2)
-        >>> budgets.int4.tolist(), budgets.low.tolist()
+        >>> budgets.high.tolist(), budgets.low.tolist()
         ([25, 25, 10, 10], [8, 8, 8, 8])
     """
     high_counts: list[int] = []

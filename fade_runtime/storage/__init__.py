@@ -4,9 +4,10 @@ May import predictor and the API of transformers. Never in here: kernels (what q
 attention.
 """
 
+from fade_runtime.storage.codebook import CodebookSet, load_codebook
 from fade_runtime.storage.heap import trim_heap
 from fade_runtime.storage.packed import Bits, PackedTokens, Quantised, Quantiser, pack_tokens, quantise
-from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook, PQTokens, load_codebook
+from fade_runtime.storage.pq import LayerCodebook, PQCodebook, PQTokens
 from fade_runtime.storage.spill import Spill, SpilledTokens
 from fade_runtime.storage.spillfiles import SpillError
 from fade_runtime.storage.tiers import Budgets, Tier, TierPlan, plan_tiers

@@ -109,7 +109,7 @@ class PackedTokens:
         return {name: each for name, each in vars(self).items() if name != "derived"}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stored tensor by its name."""
+        """Every stored tensor by its name; shapes as above."""
         stored = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
 
@@ -220,7 +220,7 @@ class PackedTokens:
         return self.retier(torch.where(kept, self.tiers(), int(Tier.EVICTED)))
 
     def select_rows(self, rows: Tensor) -> PackedTokens:
-        """Return rows by index, in the given order and as often as named (beam search, batch selection)."""
+        """Return rows by index [R'] int64, in that order and as often as named (beam search, batch selection)."""
         owner, low = self.token_row(), self.low()
         tokens, high, lows = (_segments(each, rows)[0] for each in (owner, owner[~low], owner[low]))
         pages, row_of_page = _segments(self.page_row.long(), rows)
@@ -252,7 +252,10 @@ class PackedTokens:
 
 
 def _segments(owner: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of the elements of ``rows`` one after the other, given their sorted ``owner``, and the new owner."""
+    """Indices of the elements that belong to ``rows`` [R'], one row after the other, and the new owner of each.
+
+    ``owner`` [N], ascending, is the row that each element belongs to.
+    """
     counts = torch.bincount(owner, minlength=int(rows.max()) + 1 if len(rows) else 0)
     starts = counts.cumsum(0) - counts
     owner_new = torch.arange(len(rows), device=rows.device).repeat_interleave(counts[rows])

@@ -1,44 +1,24 @@
 """Product quantisation: a token in a few bytes, each the number of a centroid for one part of its key or value.
 
-Keys are coded un-rotated, so that one codebook serves all positions. Codebooks belong to one language model; they are
-trained by `python -m pipelines.train_codebook` and stored as safetensors and JSON.
+Keys are coded un-rotated, so that one codebook serves all positions.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from fade_runtime import transformers_api as hf
 from fade_runtime.storage.packed import PackedTokens
 from fade_runtime.storage.tiers import Tier
 from predictor.errors import FadeError
-from predictor.provenance import check_provenance, head_dim
-from predictor.sealed import Header, Sealed
 
-VERSION = 2  # 1 had no checksum over codebook.json
-WEIGHTS, FACTS = "codebook.safetensors", "codebook.json"
 DISTANCE_BYTES = 16 << 20  # what encoding may take for distances at a time
 MAX_ITER = 25  # of k-means: more changes the error by less than 1 %
-MOST_LAYERS = 10_000  # of a language model
 REMEDY = "train one for this model with `python -m pipelines.train_codebook`"
-CODEBOOK = Sealed(
-    "codebook",
-    FACTS,
-    WEIGHTS,
-    version=VERSION,
-    oldest=1,
-    sealed_since=2,
-    remedy=f"fetch it again, or {REMEDY}",
-    absent=REMEDY,
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +85,7 @@ class PQCodebook:
             FadeError: vectors of another head dim.
         """
         if vectors.shape[-1] != self.dim:
-            raise FadeError(_other_dim("the codebook", self.dim, vectors.shape[-1]))
+            raise FadeError(other_dim("the codebook", self.dim, vectors.shape[-1]))
         parts, size, sub_dim = self.centroids.shape
         centroids = self.centroids.float().transpose(1, 2)  # [n_sub, sub_dim, C]
         less = -centroids.square().sum(1, keepdim=True) / 2  # nearest: the largest x c - c c / 2
@@ -141,7 +121,7 @@ class LayerCodebook:
         return torch.cat((self.key.encode(key), self.value.encode(value)), dim=-1)
 
     def tensors(self) -> list[Tensor]:
-        """Centroids of keys, then of values."""
+        """Centroids [n_sub, C, sub_dim] of keys, then of values."""
         return [self.key.centroids, self.value.centroids]
 
     def to(self, device: torch.device | str) -> LayerCodebook:
@@ -198,7 +178,7 @@ class PQTokens:
         return self.codes.shape[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stored tensor by its name; the codebook, which all tokens of the layer share, is not among them."""
+        """Every stored tensor by its name, [T, ...] or [R]; not the codebook, which all tokens of the layer share."""
         stored = {
             "codes": self.codes,
             "slot": self.slot,
@@ -236,7 +216,7 @@ class PQTokens:
         return self._take(kept, row_len)
 
     def select_rows(self, rows: Tensor) -> PQTokens:
-        """Return rows by index, in the given order and as often as named (beam search, batch selection)."""
+        """Return rows by index [R'] int64, in that order and as often as named (beam search, batch selection)."""
         old, new = self.row_len.long(), self.row_len.long()[rows]
         begins = (old.cumsum(0) - old)[rows] - (new.cumsum(0) - new)  # [R'] how far a row's tokens move
         index = torch.arange(int(new.sum()), device=new.device)
@@ -281,114 +261,8 @@ class PQTokens:
         return PQTokens(self.codes[index], self.slot[index], row_len.to(torch.int32), self.codebook, stats)
 
 
-@dataclass(frozen=True)
-class CodebookSet:
-    """The codebooks of a language model.
-
-    Attributes:
-        layers: one for each layer of the model's cache, None for a layer that is not tiered.
-        provenance: the model (:func:`predictor.provenance.model_provenance`).
-        facts: JSON-able facts about the training.
-        name: how messages call it.
-    """
-
-    layers: Sequence[LayerCodebook | None]
-    provenance: Mapping[str, Any]
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    name: str = "(not saved)"
-
-    def tensors(self) -> list[Tensor]:
-        """Every stored tensor."""
-        return [tensor for layer in self.layers if layer is not None for tensor in layer.tensors()]
-
-    def to(self, device: torch.device | str) -> CodebookSet:
-        """The same codebooks on a device."""
-        return replace(self, layers=[None if layer is None else layer.to(device) for layer in self.layers])
-
-    def check(self, model: Any, strict: bool = True) -> None:
-        """Hold the codebooks to the model they are to be used with.
-
-        Args:
-            model: a causal language model. strict: refuse another model of the same shape; with False, warn.
-
-        Raises:
-            FadeError: another head dim or other layers; with ``strict``, any other model.
-        """
-        config = hf.text_config(model)
-        covered = [layer is not None for layer in self.layers]
-        tiered = [hf.can_tier(layer) for layer in hf.stock_layers(config)]
-        if covered != tiered:
-            raise FadeError(
-                f"codebook {self.name} covers {sum(covered)} of {len(covered)} layers, the model's cache can tier "
-                f"{sum(tiered)} of {len(tiered)}; {REMEDY}"
-            )
-        for index, layer in enumerate(self.layers):
-            here = head_dim(config.per_layer_config[index])  # Gemma 4's full attention has its own
-            for book in () if layer is None else (layer.key, layer.value):
-                if book.dim != here:
-                    raise FadeError(_other_dim(f"codebook {self.name}", book.dim, here))
-        try:
-            check_provenance(dict(self.provenance), model, f"codebook {self.name}")
-        except FadeError as error:
-            if strict:
-                raise
-            warnings.warn(f"{error} (allowed by strict=False)", stacklevel=2)
-
-    def save(self, path: str | Path) -> Path:
-        """Write a directory, whole or not at all; codebooks that are at ``path`` are replaced.
-
-        Raises:
-            FadeError: something else is at ``path``.
-        """
-        stored = {
-            f"{index}.{part}": getattr(layer, part).centroids
-            for index, layer in enumerate(self.layers)
-            if layer is not None
-            for part in ("key", "value")
-        }
-        facts = {
-            "layers": len(self.layers),
-            "shapes": {name: list(tensor.shape) for name, tensor in stored.items()},
-            "provenance": dict(self.provenance),
-            "facts": dict(self.facts),
-        }
-        return CODEBOOK.write(Path(path), facts, stored)
-
-
-def load_codebook(path: str | Path) -> CodebookSet:
-    """Read the codebooks that :meth:`CodebookSet.save` wrote, and verify them.
-
-    Raises:
-        FadeError: not there, damaged, or written by a newer release.
-    """
-    path, name = Path(path), str(path)
-    stored = CODEBOOK.read_facts(path, name)
-    try:
-        layers, provenance, facts = range(stored["layers"]), dict(stored["provenance"]), dict(stored["facts"])
-        shapes = {each: tuple(shape) for each, shape in stored["shapes"].items()}
-        if not 0 < len(layers) <= MOST_LAYERS:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise CODEBOOK.damaged(name, f"{FACTS} is not what was written") from error
-
-    def check(found: Header) -> None:
-        in_pairs = {f"{index}.{part}" for index in layers if f"{index}.key" in shapes for part in ("key", "value")}
-        if {each: shape for each, (_, shape) in found.items()} != shapes or set(shapes) != in_pairs:
-            raise CODEBOOK.damaged(name, f"{WEIGHTS} does not hold the shapes that {FACTS} names")
-
-    tensors = CODEBOOK.read_tensors(path, name, stored, check)
-    if not all(tensor.ndim == 3 and bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        raise CODEBOOK.damaged(name, f"{WEIGHTS} does not hold finite centroids")
-    return CodebookSet([_layer(tensors, index) for index in layers], provenance, facts, name)
-
-
-def _layer(tensors: dict[str, Tensor], index: int) -> LayerCodebook | None:
-    if f"{index}.key" not in tensors:
-        return None
-    return LayerCodebook(PQCodebook(tensors[f"{index}.key"]), PQCodebook(tensors[f"{index}.value"]))
-
-
-def _other_dim(what: str, made: int, here: int) -> str:
+def other_dim(what: str, made: int, here: int) -> str:
+    """What is said of a codebook for another head dim."""
     return f"{what} is for head dim {made}, the model has {here}; {REMEDY}"
 
 

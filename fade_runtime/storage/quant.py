@@ -16,17 +16,21 @@ import functools
 import torch
 from torch import Tensor
 
-PAGE, PAGE_TOKENS = 64, 32  # kept tokens that share a key scale: at most, and unless told otherwise
+PAGE, PAGE_TOKENS = 64, 32  # kept tokens that share a key scale: at most, and by default
 GROUP = 64  # channels of a value that share a scale, at most
 LEVELS = {bits: (1 << bits) - 1 for bits in (2, 4, 8)}
 PARAMS = torch.float16  # scales and zeros of values, and what those of a page's channels are relative to
 LARGEST = 2.0**110  # of a key or value: rotated and multiplied by levels it stays in the range of float32
+MARK = -0x8000  # the sign bit of 16: of a scale, says that its bits are those of bfloat16
+PARAM_MAX, PARAM_ERROR = torch.finfo(PARAMS).max, 2.0**-25  # largest float16; most that a tiny one is off
+COARSE = 1024  # a group is wide where float16 errs by more than 1 / COARSE of its largest number (:func:`_beyond`)
+RIM = 32  # with 8 bits, levels reach beyond both ends of a group by 1 / RIM of its range (:func:`_rimmed`)
 
 
 @functools.lru_cache(maxsize=32)
 def _hadamard_matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     power = dim & -dim  # the largest power of two that divides the head dim
-    with torch.inference_mode(False):  # it outlives the call that asked first
+    with torch.inference_mode(False):  # it outlives the call that came first
         matrix = torch.ones(1, 1)
         while matrix.shape[0] < power:
             matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
@@ -34,7 +38,7 @@ def _hadamard_matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rotate the last dim by the orthonormal Hadamard matrix; its own inverse.
+    """Rotate the last dim of x [..., D] by the orthonormal Hadamard matrix; its own inverse.
 
     A head dim that is no power of two is rotated in blocks of its largest power-of-two factor.
 
@@ -75,8 +79,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 def recode(packed: Tensor, bits: int, fewer: int) -> Tensor:
     """Demote packed codes to fewer bits: uint8 [..., D * bits / 8] -> uint8 [..., D * fewer / 8].
 
-    The highest bits stay, so level c of the few stands for the middle of the levels that share them (:func:`middle`),
-    and the result is what quantising the original to those middles at once would have given.
+    The highest bits stay, so level c of ``fewer`` bits stands for the middle of the levels that share them
+    (:func:`middle`), and the result is what quantising the original to those middles at once would have given.
 
     Example:
         >>> unpack(recode(pack(torch.tensor([0, 3, 4, 15], dtype=torch.uint8), 4), 4, 2), 2).tolist()
@@ -104,8 +108,11 @@ def middle(bits: int, fewer: int) -> tuple[int, float]:
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale and zero of groups that span ``low`` to ``high``: ``x = code * scale + zero`` (:func:`params`).
 
+    Args:
+        low, high: [...] float32, of any shape. bits: of the codes.
+
     Returns:
-        scale and zero, rounded to :data:`PARAMS`; a group of equal values has the scale 0.
+        scale and zero [...], rounded to :data:`PARAMS`; a group of equal values has the scale 0.
     """
     low, high = _rimmed(low, high, bits)
     wide = _beyond(low, high, high - low, bits)
@@ -115,7 +122,7 @@ def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def params(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Read what :func:`affine` wrote: scale and zero in float32.
+    """Read what :func:`affine` wrote: scale and zero [...] in float32.
 
     Example:
         >>> low, high = torch.tensor([1.0, 1e6, 1e-9]), torch.tensor([2.0, 2e6, 2e-9])
@@ -128,7 +135,7 @@ def params(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_wide(scale: Tensor) -> Tensor:
-    """Of which scales (:data:`PARAMS`) the bits are those of bfloat16, as are the numbers beside them.
+    """[...] bool: of which scales [...] (:data:`PARAMS`) the bits are those of bfloat16, as those of their zeros.
 
     Example:
         >>> is_wide(affine(torch.tensor([1.0, 1e6]), torch.tensor([2.0, 2e6]), 4)[0]).tolist()
@@ -138,9 +145,6 @@ def is_wide(scale: Tensor) -> Tensor:
     return (bits < 0) & (bits != MARK)  # -0.0 is 0
 
 
-MARK = -0x8000  # the sign bit of 16
-
-
 def _beyond(least: Tensor, most: Tensor, span: Tensor, bits: int) -> Tensor:
     """Which groups float16 cannot describe: from ``least`` to ``most``, in which no channel spans more than ``span``.
 
@@ -148,9 +152,9 @@ def _beyond(least: Tensor, most: Tensor, span: Tensor, bits: int) -> Tensor:
     may err by 2^-25 and the last level by :data:`LEVELS` times that. Wide are groups where this is more than half a
     step, and more than a thousandth of their largest number.
     """
-    size, error = torch.maximum(least.abs(), most.abs()), LEVELS[bits] * 2.0**-25
-    coarse = (span < 2 * LEVELS[bits] * error) & (size < 1024 * error) & (size > 0)
-    return (size > torch.finfo(PARAMS).max / 2) | coarse
+    size, error = torch.maximum(least.abs(), most.abs()), LEVELS[bits] * PARAM_ERROR
+    coarse = (span < 2 * LEVELS[bits] * error) & (size < COARSE * error) & (size > 0)
+    return (size > PARAM_MAX / 2) | coarse
 
 
 def _rounded(x: Tensor, wide: Tensor, up: bool) -> Tensor:
@@ -179,7 +183,7 @@ def _read(x: Tensor, wide: Tensor, marked: bool = False) -> Tensor:
 
 def _rimmed(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """What the levels of a group are to span: with 8 bits more, so that those of their highest 4 end at both ends."""
-    rim = (high - low) / 32 if bits == 8 else 0.0
+    rim = (high - low) / RIM if bits == 8 else 0.0
     return low - rim, high + rim
 
 
@@ -202,39 +206,40 @@ def page_affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor, T
     wide = _beyond(least, high.amax(-1, keepdim=True), (high - low).amax(-1, keepdim=True), bits)
     least = _rounded(least, wide, up=False)
     spread = _rounded((top - least).clamp(min=0), wide, up=True)
-    zero = _share(low - least, spread).floor().clamp_(0, 255)
+    zero = _in_bytes(low - least, spread).floor().clamp_(0, 255)
     start = least + zero * (spread / 255)
     step = (high - start).clamp(min=0) / LEVELS[bits]
     most = _rounded(step.amax(-1, keepdim=True), wide, up=True)
-    scale = _share(step, most).ceil().clamp_(0, 255)
+    scale = _in_bytes(step, most).ceil().clamp_(0, 255)
     reach = _stored(most, wide, marked=True), _stored(least, wide), _stored(spread, wide)
     return scale.to(torch.uint8), zero.to(torch.uint8), torch.cat(reach, dim=-1)
 
 
-def _share(x: Tensor, whole: Tensor) -> Tensor:
+def _in_bytes(x: Tensor, whole: Tensor) -> Tensor:
     """Parts of 255 that x is of the whole; 0 of nothing."""
     return x * 255 / torch.where(whole > 0, whole, torch.inf)
 
 
 def page_params(scale: Tensor, zero: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
-    """Read what :func:`page_affine` wrote: scale and zero [P, D] float32."""
+    """Read what :func:`page_affine` wrote: scale and zero [P, D] uint8 and reach [P, 3] to both [P, D] float32."""
     most, least, spread = read_reach(reach)
     return scale * (most / 255), zero * (spread / 255) + least
 
 
 def read_reach(reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest scale, smallest zero, and largest zero less that, of pages: each [P, 1] float32."""
+    """Largest scale, smallest zero, and largest zero less that, of pages' reach [P, 3]: each [P, 1] float32."""
     wide = is_wide(reach[:, :1])
     most, least, spread = reach.split(1, -1)
     return _read(most, wide, marked=True), _read(least, wide), _read(spread, wide)
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int, group: Tensor | None = None) -> Tensor:
-    """Nearest codes of float ``x`` under broadcast ``scale`` and ``zero``, as uint8 of the shape of ``x``.
+    """Nearest codes of float ``x`` under ``scale`` and ``zero``, as uint8 of the shape of ``x``.
 
     Args:
-        x: numbers. scale, zero: broadcast to them, or, with ``group``, [groups, D] where it says the group of each [T].
-        bits: of a code.
+        x: [..., D] float32, or [T, D] with ``group``.
+        scale, zero: float32 that broadcasts to ``x``, or, with ``group``, [groups, D].
+        bits: of a code. group: [T] int64 group of each row of ``x``, or None.
     """
     step = torch.where(scale > 0, scale, 1.0)
     if group is not None:

@@ -227,11 +227,11 @@ class SpilledTokens:
         return sum(chunk.tokens for chunk in self.chunks)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor in memory."""
+        """Every tensor in memory; shapes are those of the tokens' own `tensors()`."""
         return [tensor for chunk in self.chunks if isinstance(chunk.stored, dict) for tensor in chunk.stored.values()]
 
     def add(self, bodies: Sequence[StoredTokens]) -> bool:
-        """Take in tokens of each kind; small chunks are merged, so that there are few. False: they were not stored."""
+        """Take in tokens of each kind; small chunks are merged. False: they were not stored."""
         if self.spill.broken is not None:
             return False
         last, bodies = len(self.chunks), list(bodies)
@@ -274,7 +274,7 @@ class SpilledTokens:
         return self._rewrite(parts)
 
     def select_rows(self, rows: Tensor) -> list[StoredTokens]:
-        """Keep rows by index, in the given order and as often as named; returns tokens that could not be stored so."""
+        """Keep rows by index [R'], in that order, as often as named; returns tokens that could not be stored so."""
         return self._rewrite(lambda bodies: ([], [body.select_rows(rows) for body in bodies]))
 
     def _rewrite(

@@ -29,12 +29,12 @@ class Budgets:
     """What each row may keep in the body.
 
     Attributes:
-        int4, low: [R] int64 tokens in the high tier and in the low tier.
-        tau, low_tau: a row keeps no more tokens in the high tier than hold the share ``tau`` of its score, and no
+        high, low: [R] int64 tokens in the high tier and in the low tier.
+        tau, low_tau: a row keeps no more tokens in the high tier than hold the fraction ``tau`` of its score, and no
             more in both tiers than hold ``low_tau``; 1 for no such limit.
     """
 
-    int4: Tensor
+    high: Tensor
     low: Tensor
     tau: float = 1.0
     low_tau: float = 1.0
@@ -90,9 +90,15 @@ def plan_tiers(
         tiers: [T] where the tokens are now; None: none is low yet.
         low_tier: what the low tier is, LOW or PQ.
 
+    Returns:
+        the plan: [T] tiers, of which none is higher than before.
+
+    Raises:
+        FadeError: tokens exceed the budgets and have no scores; fractions are asked of negative scores.
+
     Example:
         >>> plan = plan_tiers(torch.tensor([.1, .9, .5, .2]), torch.tensor([0, 0, 0, 1]),
-        ...                   Budgets(int4=torch.tensor([1, 1]), low=torch.tensor([1, 0])))
+        ...                   Budgets(high=torch.tensor([1, 1]), low=torch.tensor([1, 0])))
         >>> [Tier(t).name for t in plan.tiers.tolist()]
         ['EVICTED', 'HIGH', 'LOW', 'HIGH']
     """
@@ -101,20 +107,20 @@ def plan_tiers(
         return TierPlan(now, rows)
     can_stay = now <= Tier.HIGH
     limited = budgets.tau < 1 or budgets.low_tau < 1
-    counts = torch.bincount(rows[can_stay], minlength=len(budgets.int4))
-    if bool(can_stay.all()) and bool((counts <= budgets.int4).all()) and not limited:
+    counts = torch.bincount(rows[can_stay], minlength=len(budgets.high))
+    if bool(can_stay.all()) and bool((counts <= budgets.high).all()) and not limited:
         return TierPlan(now, rows)
     if scores is None:
         raise FadeError("tokens exceed the budget but no policy scored them; set eviction_policy")
     order = _best_first(scores, rows, torch.arange(len(rows), device=rows.device) if slots is None else slots)
     row, ranked = rows[order], scores[order]
-    within = _share_before(ranked, row, len(budgets.int4)) if limited else torch.zeros_like(ranked)
+    within = _fraction_before(ranked, row, len(budgets.high)) if limited else torch.zeros_like(ranked)
     fits = can_stay[order] & (within < budgets.tau)
-    int4 = fits & (_rank_among(fits, row) < budgets.int4[row])
+    high = fits & (_rank_among(fits, row) < budgets.high[row])
     planned = torch.full_like(now, Tier.EVICTED)
-    planned[order[int4]] = int(Tier.HIGH)
+    planned[order[high]] = int(Tier.HIGH)
     if bool(budgets.low.any()):
-        rest = ~int4 & (within < budgets.low_tau)
+        rest = ~high & (within < budgets.low_tau)
         low = rest & (_rank_among(rest, row) < budgets.low[row])
         planned[order[low]] = int(low_tier)
     return TierPlan(planned, rows)
@@ -134,11 +140,11 @@ def _rank_among(chosen: Tensor, rows: Tensor) -> Tensor:
     return before - before[torch.arange(len(rows), device=rows.device) - rank_in_row(rows)]
 
 
-def _share_before(scores: Tensor, rows: Tensor, count: int) -> Tensor:
-    """[T] share of its row's score that the better tokens hold, for tokens best first in sorted ``rows``.
+def _fraction_before(scores: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[T] fraction of its row's score that the better tokens hold, for tokens best first in sorted ``rows``.
 
     Raises:
-        FadeError: scores that are not shares.
+        FadeError: scores that are negative.
     """
     if bool((scores < 0).any()):
         raise FadeError("tau needs a score that is a share of attention: use eviction_policy h2o, ema or learned")

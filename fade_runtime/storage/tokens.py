@@ -39,19 +39,19 @@ class StoredTokens(Protocol):
         """Return the tokens of a [T] bool mask."""
 
     def select_rows(self: T, rows: Tensor) -> T:
-        """Return rows by index [R'] int64, in the given order and as often as named (beam search, batch selection)."""
+        """Return rows by index [R'] int64, in that order and as often as named (beam search, batch selection)."""
 
     def join(self: T, other: T) -> T:
         """Return the union: within each row the tokens of ``self`` first, then those of ``other``."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stored tensor by its name."""
+        """Every stored tensor by its name; the first dim of each counts tokens, pages or rows."""
 
     def key_decoder(self) -> Callable[[slice], Tensor]:
         """Function from a slice of t tokens to their keys [t, D] float32, as they were before they were stored."""
 
     def value_decoder(self) -> Callable[[slice], Tensor]:
-        """The same of their values."""
+        """Function from a slice of t tokens to their values [t, D] float32."""
 
 
 def joined(first: Sequence[StoredTokens], second: Sequence[StoredTokens]) -> list[Any]:
@@ -62,5 +62,5 @@ def joined(first: Sequence[StoredTokens], second: Sequence[StoredTokens]) -> lis
 
 
 def none_of(tokens: T) -> T:
-    """The same kind of tokens, none of them."""
+    """The same kind of tokens in the same rows, none of them."""
     return tokens.keep(torch.zeros(len(tokens), dtype=torch.bool, device=tokens.slots().device))

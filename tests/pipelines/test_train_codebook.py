@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fade_runtime import FadeConfig, create_tiered_cache
-from fade_runtime.storage.pq import CodebookSet, load_codebook
+from fade_runtime.storage.codebook import CodebookSet, load_codebook
 from pipelines import train_codebook
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
-from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
+from fade_runtime.storage.codebook import CodebookSet
+from fade_runtime.storage.pq import LayerCodebook, PQCodebook
 from fade_runtime.transformers_api import forward_kwargs
 from predictor.budgets import HeadBudgets
 from predictor.bundle import Predictor

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from scipy.cluster.vq import vq
 from torch import Tensor
 
-from fade_runtime.storage import pq
-from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook, PQTokens, load_codebook
+from fade_runtime.storage import codebook, pq
+from fade_runtime.storage.codebook import CodebookSet, load_codebook
+from fade_runtime.storage.pq import LayerCodebook, PQCodebook, PQTokens
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
 from predictor.sealed import sealed
@@ -209,10 +210,10 @@ def test_saved_and_loaded_bit_for_bit(tiny_model: Callable[..., Any], tmp_path: 
     assert (loaded.provenance, loaded.facts, loaded.name) == (made.provenance, made.facts, str(path))
     assert [layer is None for layer in loaded.layers] == [False, True, False]
     assert all(torch.equal(a, b) for a, b in zip(loaded.tensors(), made.tensors(), strict=True))
-    assert sorted(file.name for file in path.iterdir()) == [pq.FACTS, pq.WEIGHTS]
+    assert sorted(file.name for file in path.iterdir()) == [codebook.FACTS, codebook.WEIGHTS]
 
 
-@pytest.mark.parametrize("name", [pq.FACTS, pq.WEIGHTS])
+@pytest.mark.parametrize("name", [codebook.FACTS, codebook.WEIGHTS])
 def test_a_file_cut_at_any_byte_is_refused(stored: Path, name: str) -> None:
     file = stored / name
     whole = file.read_bytes()
@@ -225,7 +226,7 @@ def test_a_file_cut_at_any_byte_is_refused(stored: Path, name: str) -> None:
 
 
 def test_damage_is_told(stored: Path, tmp_path: Path) -> None:
-    file = stored / pq.WEIGHTS
+    file = stored / codebook.WEIGHTS
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(FadeError, match="does not match its checksum"):
@@ -250,13 +251,13 @@ def test_damage_is_told(stored: Path, tmp_path: Path) -> None:
     ids=["newer", "odd", "shapes", "layers", "many layers", "provenance"],
 )
 def test_facts_that_cannot_be(stored: Path, change: dict[str, Any], says: str) -> None:
-    file = stored / pq.FACTS
+    file = stored / codebook.FACTS
     file.write_text(sealed({**json.loads(file.read_text()), **change}))
     with pytest.raises(FadeError, match=says):
         load_codebook(stored)
 
 
-@pytest.mark.parametrize("name", [pq.FACTS, pq.WEIGHTS])
+@pytest.mark.parametrize("name", [codebook.FACTS, codebook.WEIGHTS])
 def test_no_bit_changes_unseen(stored: Path, name: str) -> None:
     whole, drawn = (stored / name).read_bytes(), random.Random(0)
     for _ in range(200):
@@ -269,9 +270,9 @@ def test_no_bit_changes_unseen(stored: Path, name: str) -> None:
 
 def test_a_codebook_without_a_checksum_is_read_with_a_warning(stored: Path) -> None:
     before = load_codebook(stored).tensors()
-    facts = {**json.loads((stored / pq.FACTS).read_text()), "version": 1}
+    facts = {**json.loads((stored / codebook.FACTS).read_text()), "version": 1}
     del facts["sha256"]
-    (stored / pq.FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    (stored / codebook.FACTS).write_text(json.dumps(facts, indent=1) + "\n")
     with pytest.warns(UserWarning, match="has format 1, without a checksum over codebook.json"):
         again = load_codebook(stored).tensors()
     assert all(torch.equal(a, b) for a, b in zip(again, before, strict=True))

@@ -13,7 +13,8 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import rotate_half
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache
-from fade_runtime.storage.pq import CodebookSet, LayerCodebook, PQCodebook
+from fade_runtime.storage.codebook import CodebookSet
+from fade_runtime.storage.pq import LayerCodebook, PQCodebook
 from predictor.provenance import model_provenance
 from tests.conftest import make_tiny_model
 from tests.runtime.caches import forward, random_ids, reachable_bytes

@@ -24,7 +24,7 @@ def test_plan_fills_the_tiers_of_each_row_best_first(low_tier: Tier, data: st.Da
     budgets = Budgets(each_row(), each_row(), tau, low_tau)
     plan = plan_tiers(scores, rows, budgets, slots=slots, tiers=now, low_tier=low_tier)
     assert bool(((plan.tiers == Tier.HIGH) | (plan.tiers == low_tier) | (plan.tiers == Tier.EVICTED)).all())
-    assert bool((plan.count(Tier.HIGH, len(budgets.int4)) <= budgets.int4).all())
+    assert bool((plan.count(Tier.HIGH, len(budgets.high)) <= budgets.high).all())
     assert bool((plan.count(low_tier, len(budgets.low)) <= budgets.low).all())
     start = 0
     for row, length in enumerate(lengths):
@@ -35,7 +35,7 @@ def test_plan_fills_the_tiers_of_each_row_best_first(low_tier: Tier, data: st.Da
             share = before / total if total else 0.0
             before += scores[t].item()
             tier = plan.tiers[t].item()
-            if now[t] == Tier.HIGH and int4 < budgets.int4[row] and share < tau - 1e-6:
+            if now[t] == Tier.HIGH and int4 < budgets.high[row] and share < tau - 1e-6:
                 assert tier == Tier.HIGH
                 int4 += 1
             elif low < budgets.low[row] and share < low_tau - 1e-6:

@@ -1,4 +1,4 @@
-"""The CPU kernel: a small C file, compiled with the machine's own compiler and checked against the reference."""
+"""The CPU kernel as Python calls it: attention in C, checked against the reference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attend(
     into: Sequence[Tensor] = (),
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Same as :func:`fade_runtime.kernels.reference.attend`, in C.
+    """Same as :func:`fade_runtime.kernels.reference.attend`, in C: queries [R, Q, D] over [R, n, D] and stored tokens.
 
     Product quantisation, keys that are to be rotated, and odd head dims go to the reference, with all parts beside.
     """

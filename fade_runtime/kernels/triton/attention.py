@@ -39,7 +39,7 @@ def attend(
     into: Sequence[Tensor] = (),
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Same as :func:`fade_runtime.kernels.reference.attend`, in Triton.
+    """Same as :func:`fade_runtime.kernels.reference.attend`, in Triton: queries [R, Q, D] over [R, n, D] and others.
 
     Product quantisation, values of another width than keys, head dims above 256, or above 128 where keys are rotated
     when they are read, and numbers that float16 cannot describe go to the reference, with all parts beside. Many
@@ -75,9 +75,14 @@ def fused(
     softcap: float | None,
     launches: Sequence[Launch],
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """The fused kernel; arguments as those of :func:`attend`, with parts of packed tokens and a launch for each.
+    """The fused kernel. Full-precision tokens and the first part are walked in one launch, each further part in one.
 
-    Full-precision tokens and the first part are walked in one launch, every further part in one more.
+    Args:
+        query: [R, Q, D]. key, value: [R, n, D]. parts: packed tokens in R rows. weights: [Q] or None.
+        bias: [R, Q, n] or None. softcap: or None. launches: how the kernel is started for each part.
+
+    Returns:
+        output [R, Q, D]; with weights, the statistics [R, n] and [T] of each part, else None and an empty list.
     """
     rows, n_queries, dim = query.shape
     length, blocks, cores = key.shape[1], triton.cdiv(n_queries, BLOCK), launch_table.processors(query.device)

@@ -19,7 +19,9 @@ import triton.language as tl
 from fade_runtime.storage import quant
 from fade_runtime.storage.packed import PackedTokens
 
-PAGE, MARK = tl.constexpr(quant.PAGE), tl.constexpr(quant.MARK)
+PAGE, MARK, RIM = tl.constexpr(quant.PAGE), tl.constexpr(quant.MARK), tl.constexpr(quant.RIM)
+PARAM_MAX, PARAM_ERROR = tl.constexpr(quant.PARAM_MAX), tl.constexpr(quant.PARAM_ERROR)
+COARSE = tl.constexpr(quant.COARSE)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # finite where nothing is visible: the difference of two is no NaN
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 WORDS = not INTERPRETED and torch.version.hip is None
@@ -56,7 +58,7 @@ class PackedTensors(NamedTuple):
 
     @classmethod
     def of(cls, packed: PackedTokens) -> PackedTensors:
-        """Take them from packed tokens."""
+        """Take them from packed tokens, with their shapes; ``limits`` is computed once for the tokens."""
         if "limits" not in packed.derived:
             scales = packed.key_reach[:, 0], packed.value_scale
             key, value = (torch.nn.functional.pad(each.flatten(), (0, 1)).amax().float() for each in scales)
@@ -159,13 +161,16 @@ def load_rows(rows, real, limit, c):
 
 @triton.jit
 def units(most, least, spread):
-    """Unit of a page's scales, least of its zeros, their unit: see :func:`fade_runtime.storage.quant.page_params`."""
+    """Unit of a page's scales, least of its zeros, their unit, from three float16 numbers or tiles [1].
+
+    See :func:`fade_runtime.storage.quant.page_params`.
+    """
     return most.to(tl.float32) / 255.0, least.to(tl.float32), spread.to(tl.float32) / 255.0
 
 
 @triton.jit
 def load_units(reach, page):
-    """The same, from where they are stored."""
+    """The same of one page, from ``reach`` [P, 3]."""
     reach += page * 3
     return units(tl.load(reach), tl.load(reach + 1), tl.load(reach + 2))
 
@@ -193,7 +198,7 @@ def unpacking(shift: int, levels: int) -> str:
 
 @triton.jit
 def unpack(tile, shift: tl.constexpr, levels: tl.constexpr, c):
-    """Codes above ``shift`` in each byte of a tile."""
+    """Codes above ``shift`` in each byte of a tile [n, tile]."""
     if c.words:
         asm: tl.constexpr = unpacking(shift, levels)
         codes = tl.inline_asm_elementwise(asm, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4)
@@ -292,7 +297,7 @@ def online_softmax(scores, top, total):
 
 @triton.jit
 def capped(scores, softcap):
-    """``softcap * tanh(scores / softcap)``."""
+    """``softcap * tanh(scores / softcap)`` of scores [q, n]."""
     e = tl.exp(-2.0 * tl.abs(scores) / softcap)
     size = softcap * (1.0 - e) / (1.0 + e)
     return tl.where(scores < 0, -size, size)

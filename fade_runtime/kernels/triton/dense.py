@@ -12,7 +12,15 @@ from predictor import rope
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, part: Part, bias: Tensor | None) -> Tensor:
-    """SDPA over the tokens of a layer, dequantised for this call; arguments as those of :func:`attend`."""
+    """SDPA over the tokens of a layer, dequantised for this call.
+
+    Args:
+        query: [R, Q, D], already scaled. key, value: [R, n, D] full-precision tokens. part: T packed tokens in R rows.
+        bias: [R, Q, n] added to the scores of full-precision tokens, or None.
+
+    Returns:
+        [R, Q, D] in the query's dtype, zero where nothing is visible.
+    """
     packed = part.packed
     assert packed is not None
     length, row = key.shape[1], packed.token_row()

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from fade_runtime.kernels.triton.codes import (
     CHUNK,
+    COARSE,
     EXACT,
     MARK,
     PAGE,
+    PARAM_ERROR,
+    PARAM_MAX,
+    RIM,
     launch,
     load_params,
     load_units,
@@ -40,24 +44,24 @@ def load_tokens(x, first, there, dim: tl.constexpr, tile: tl.constexpr, power: t
 
 @triton.jit
 def rimmed(low, high, levels: tl.constexpr):
-    """What levels are to span: see :func:`fade_runtime.storage.quant.affine`."""
+    """What levels are to span, of low and high [n]: see :func:`fade_runtime.storage.quant._rimmed`."""
     if levels == 255:
-        rim = (high - low) / 32
+        rim = (high - low) / RIM
         low, high = low - rim, high + rim
     return low, high
 
 
 @triton.jit
 def beyond(least, most, span, levels: tl.constexpr):
-    """Which groups float16 cannot describe: see :func:`fade_runtime.storage.quant._beyond`."""
-    size, error = tl.maximum(tl.abs(least), tl.abs(most)), levels * 0.5**25
-    coarse = (span < 2 * levels * error) & (size < 1024 * error) & (size > 0)
-    return (size > 65504 / 2) | coarse
+    """[n] bool: which groups float16 cannot describe: see :func:`fade_runtime.storage.quant._beyond`."""
+    size, error = tl.maximum(tl.abs(least), tl.abs(most)), levels * PARAM_ERROR
+    coarse = (span < 2 * levels * error) & (size < COARSE * error) & (size > 0)
+    return (size > PARAM_MAX / 2) | coarse
 
 
 @triton.jit
 def rounded(x, wide, up: tl.constexpr):
-    """The nearest float16; where ``wide``, the next bfloat16: see :func:`fade_runtime.storage.quant._rounded`."""
+    """The nearest float16 of x [n]; where ``wide``, the next bfloat16: see ``quant._rounded``. In float32."""
     bits = x.to(tl.int32, bitcast=True)
     if up:
         away = x > 0
@@ -69,7 +73,7 @@ def rounded(x, wide, up: tl.constexpr):
 
 @triton.jit
 def stored(x, wide, marked: tl.constexpr):
-    """Bits of what :func:`rounded` returned, as float16: see :func:`fade_runtime.storage.quant._stored`."""
+    """Bits of x [n] that :func:`rounded` returned, as float16: see :func:`fade_runtime.storage.quant._stored`."""
     coarse = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
     plain = x.to(tl.float16).to(tl.int16, bitcast=True)
     if marked:
@@ -79,7 +83,7 @@ def stored(x, wide, marked: tl.constexpr):
 
 @triton.jit
 def affine(low, high, levels: tl.constexpr):
-    """Scale and zero of groups that span ``low`` to ``high``, and what is wide: see ``quant.affine``."""
+    """Scale and zero of groups that span ``low`` to ``high`` [n], and which are wide [n]: see ``quant.affine``."""
     low, high = rimmed(low, high, levels)
     wide = beyond(low, high, high - low, levels)
     zero = rounded(low, wide, False)
@@ -88,8 +92,8 @@ def affine(low, high, levels: tl.constexpr):
 
 
 @triton.jit
-def share(x, whole):
-    """Parts of 255 that x is of the whole; 0 of nothing."""
+def in_bytes(x, whole):
+    """Parts of 255 that x [n] is of the whole [1]; 0 of nothing."""
     return tl.div_rn(x * 255.0, tl.where(whole > 0, whole, float("inf")))
 
 
@@ -106,12 +110,12 @@ def page_affine(low, high, real, levels: tl.constexpr):
     wide = beyond(least, largest, tl.max(tl.where(real, high - low, 0.0)[None, :], axis=1), levels)
     least = rounded(least, wide, False)
     spread = rounded(tl.maximum(top - least, 0.0), wide, True)
-    zero = tl.floor(share(low - least, spread))
+    zero = tl.floor(in_bytes(low - least, spread))
     zero = tl.minimum(tl.maximum(zero, 0.0), 255.0)
     start = least + zero * tl.div_rn(spread, 255.0)
     step = tl.div_rn(tl.maximum(high - start, 0.0), levels * 1.0)
     most = rounded(tl.max(tl.where(real, step, 0.0)[None, :], axis=1), wide, True)
-    scale = tl.minimum(tl.maximum(tl.ceil(share(step, most)), 0.0), 255.0)
+    scale = tl.minimum(tl.maximum(tl.ceil(in_bytes(step, most)), 0.0), 255.0)
     return scale, zero, most, least, spread, wide
 
 
@@ -152,7 +156,13 @@ def pack_keys_kernel(
     bits: tl.constexpr,
     levels: tl.constexpr,
 ):
-    """Pack the keys of a page, which share a scale per channel. Grid: pages."""
+    """Pack the keys of a page, which share a scale per channel. Grid: pages.
+
+    Args:
+        key: [T, D] to be read. codes, scales, zeros, reach: key codes, scale, zero and reach of
+            :class:`fade_runtime.storage.packed.PackedTokens`, to be written. page_first: [P + 1] first token of a page.
+        dim, tile, power: D, columns of its tile, block of the Hadamard rotation. bits, levels: of the codes.
+    """
     page = tl.program_id(0)
     first = tl.load(page_first + page)
     there = tl.arange(0, PAGE) < tl.load(page_first + page + 1) - first
@@ -188,7 +198,13 @@ def pack_values_kernel(
     bits: tl.constexpr,
     levels: tl.constexpr,
 ):
-    """Pack 64 values, each with a scale per group of channels. Grid: tokens, 64 at a time."""
+    """Pack 64 values, each with a scale per group of channels. Grid: tokens, 64 at a time.
+
+    Args:
+        value: [T, D] to be read. codes, scales, zeros: value codes, scale and zero of
+            :class:`fade_runtime.storage.packed.PackedTokens`, to be written. tokens: T. groups: of channels.
+        dim, tile, power: D, columns of its tile, block of the Hadamard rotation. bits, levels: of the codes.
+    """
     first = tl.program_id(0) * PAGE
     steps = tl.arange(0, PAGE)
     there = steps < tokens - first

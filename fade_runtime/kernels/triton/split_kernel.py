@@ -71,7 +71,7 @@ class FullTensors(NamedTuple):
 
 @triton.jit
 def cap_and_bias(scores, bias, seen, queries, has_bias: tl.constexpr):
-    """Cap, then bias, then what is not there."""
+    """Scores [q, n] with the cap, then the bias at pointers [q, n]; -inf where not ``seen`` [q, n]."""
     if queries.has_softcap:
         scores = capped(scores, queries.softcap)
     if has_bias:
@@ -81,7 +81,10 @@ def cap_and_bias(scores, bias, seen, queries, has_bias: tl.constexpr):
 
 @triton.jit
 def full_split(row, first, last, index, n_queries, length, key_step, value_step, queries, full, partials):
-    """Softmax over full-precision tokens ``first`` to ``last`` of a row; keys of rows are ``key_step`` tokens apart."""
+    """Softmax over full-precision tokens ``first`` to ``last`` of a row, left at ``index`` of ``partials`` [N, Q, ...].
+
+    Keys of rows are ``key_step`` tokens apart, values ``value_step``.
+    """
     d = tl.arange(0, full.columns)
     q = tl.program_id(1) * queries.block + tl.arange(0, queries.block)
     real, inside = q < n_queries, d < full.dim
@@ -161,7 +164,10 @@ def weigh_values(acc, offsets, probs, factor, codes, packed, token, there, gain,
 
 @triton.jit
 def packed_split(row, page, pages, token, low, index, n_queries, queries, packed, keys, values, rotation, partials):
-    """Softmax over some pages of a row, whose first token is ``token``, the ``low``-th of the low tier."""
+    """Softmax over some pages of a row, left at ``index`` of ``partials`` [N, Q, ...].
+
+    The first token of the first page is ``token``; ``low`` tokens of the low tier come before it.
+    """
     q = tl.program_id(1) * queries.block + tl.arange(0, queries.block)
     real = q < n_queries
     if rotation.on:

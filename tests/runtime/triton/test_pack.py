@@ -6,10 +6,20 @@ import pytest
 import torch
 
 from fade_runtime.kernels import reference
+from fade_runtime.kernels.triton import codes as triton_codes
 from fade_runtime.kernels.triton import pack_kernel as triton_pack
 from fade_runtime.storage import packed as plain
 from fade_runtime.storage import quant
-from fade_runtime.storage.packed import Bits, pack_tokens
+from fade_runtime.storage.packed import Bits, PackedTokens, pack_tokens
+
+
+def test_constants_and_fields_are_those_of_the_format() -> None:
+    assert triton_codes.PackedTensors._fields == (*PackedTokens.READ[:-1], "limits")  # rows come from the splits
+    assert PackedTokens.READ[-1] == "page_row"
+    assert quant.PARAMS == torch.float16
+    for name in ("PAGE", "MARK", "RIM", "COARSE", "PARAM_MAX", "PARAM_ERROR"):
+        assert getattr(triton_codes, name).value == getattr(quant, name)
+
 
 SHAPES = [(64, [70, 0, 3]), (96, [1]), (128, [64, 63]), (256, [17]), (80, [65]), (16, [200])]
 
