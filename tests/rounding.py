@@ -33,6 +33,18 @@ def of_sum(terms: int, made: int = MADE, unit: float = UNIT) -> float:
     return DEVIATIONS * unit * math.sqrt(terms / 6 + made / 3)
 
 
+class Call(NamedTuple):
+    """Arguments of :func:`fade_runtime.kernels.reference.attend`, which explains them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    parts: Sequence[Part]
+    weights: Tensor | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+
+
 class Exact(NamedTuple):
     """Attention in float64, and the error that float32 may have: root of the sum of squares of each tensor's errors."""
 
@@ -98,23 +110,23 @@ def attention(
             _Tokens(*(tuple(x[of] for x in pair) for pair in tokens[:2]), tokens.bias[of])  # type: ignore[arg-type]
             for of, (_, tokens) in zip(mine, stored)
         ]
-        asked = [query[row]] + [quant.hadamard(query[row])] * len(parts)
-        scores, errors = zip(*(_scores(q, tokens, softcap) for q, tokens in zip(asked, groups)))
+        group_queries = [query[row]] + [quant.hadamard(query[row])] * len(parts)
+        scores, errors = zip(*(_scores(q, tokens, softcap) for q, tokens in zip(group_queries, groups)))
         counts = [len(each) for each in scores]
         every, error = torch.cat(scores), torch.cat(errors)  # [N, Q]
         top = every.amax(0).clamp(min=-1e300)
-        shares = (every - top).exp()
-        shares = shares / shares.sum(0).clamp(min=1e-300)
-        away = (top - every).masked_fill(shares == 0, 0.0)  # what an exponential loses by its argument's rounding
+        probs = (every - top).exp()
+        probs = probs / probs.sum(0).clamp(min=1e-300)
+        away = (top - every).masked_fill(probs == 0, 0.0)  # what an exponential loses by its argument's rounding
         error = (error.square() + (2 * of_sum(0) * away).square() + of_sum(sum(counts)) ** 2).sqrt()
-        error = error.masked_fill(shares == 0, 0.0)
-        error = (error.square() + (shares * error).square().sum(0)).sqrt()  # of the sum of exponentials too
+        error = error.masked_fill(probs == 0, 0.0)
+        error = (error.square() + (probs * error).square().sum(0)).sqrt()  # of the sum of exponentials too
         sizes = torch.cat([sum(x.square().sum(1) for x in tokens.value) for tokens in groups])  # type: ignore[misc]
-        terms = shares.square() * sizes[:, None] * (error.square() + of_sum(sum(counts) + dim) ** 2)
+        terms = probs.square() * sizes[:, None] * (error.square() + of_sum(sum(counts) + dim) ** 2)
         squares[0] += float(terms.sum())
-        received, lost = shares @ weights, (shares * error) @ weights
-        for index, (share, tokens) in enumerate(zip(shares.split(counts), groups)):
-            weighed = share.T @ sum(tokens.value)  # type: ignore[arg-type]
+        received, lost = probs @ weights, (probs * error) @ weights
+        for index, (prob, tokens) in enumerate(zip(probs.split(counts), groups)):
+            weighed = prob.T @ sum(tokens.value)  # type: ignore[arg-type]
             out[row] += quant.hadamard(weighed) if index else weighed
         mass[row] = received[: counts[0]]
         for own, of, got in zip(masses, mine, received.split(counts)[1:]):

@@ -98,19 +98,19 @@ def test_compiled_kernel_equals_the_reference(
             key, value = torch.randn(2, len(counts), full, dim)
             bias = _hiding(len(counts), queries, full) if masked else None
             part = Part(tokens, bias=_hiding(len(tokens), queries) if masked else None)
-            given = query, key, value, [part], weights, bias, 3.0 if masked else None
-            exact = rounding.attention(*given)
+            call = rounding.Call(query, key, value, [part], weights, bias, 3.0 if masked else None)
+            exact = rounding.attention(*call)
             for kernel in both:
-                exact.check(_flat(kernel(*given)))
+                exact.check(_flat(kernel(*call)))
         older = torch.rand(len(counts), full), torch.rand(len(tokens))
         for kernel in both:
             into = [state.clone() for state in older]
-            out, mass, masses = kernel(*given, into, 0.5)
+            out, mass, masses = kernel(*call, into=into, decay=0.5)
             assert [each.data_ptr() for each in (mass, *masses)] == [each.data_ptr() for each in into]
             exact.after(older, 0.5).check([out, *into])
         alone, mass, masses = cpu.attend(query, key, value, [part], None, bias, 3.0)
         assert (mass, masses) == (None, [])
-        assert torch.equal(alone, cpu.attend(*given)[0])
+        assert torch.equal(alone, cpu.attend(*call)[0])
 
 
 @pytest.mark.kernels
@@ -127,10 +127,10 @@ def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_token
     query, weights = torch.randn(3, 5, dim) * dim**-0.5 * 4, torch.rand(5)
     key, value = torch.randn(2, 3, 1030, dim)
     for tokens in (packed, _mixed(packed)):
-        given = query, key, value, [Part(tokens)], weights
-        exact = rounding.attention(*given)
+        call = rounding.Call(query, key, value, [Part(tokens)], weights)
+        exact = rounding.attention(*call)
         for kernel in (cpu.attend, reference.attend):
-            exact.check(_flat(kernel(*given)))
+            exact.check(_flat(kernel(*call)))
 
 
 @pytest.mark.kernels
@@ -139,10 +139,10 @@ def test_many_queries_over_several_splits() -> None:
     """A second prompt over a long body: splits of 1,024 tokens are merged, pages straddle rows."""
     packed = _mixed(_ragged([2500, 700], 64))
     query, (key, value) = torch.randn(2, 42, 64), torch.randn(2, 2, 1500, 64)
-    given = query, key, value, [Part(packed)], torch.rand(42)
-    exact = rounding.attention(*given)
+    call = rounding.Call(query, key, value, [Part(packed)], torch.rand(42))
+    exact = rounding.attention(*call)
     for kernel in (cpu.attend, reference.attend):
-        exact.check(_flat(kernel(*given)))
+        exact.check(_flat(kernel(*call)))
 
 
 # Tokens of each row, part by part.
@@ -180,9 +180,9 @@ def test_several_parts_under_one_softmax(
     query, weights = torch.randn(3, queries, dim) * dim**-0.5 * 4, torch.rand(queries)
     key, value = torch.randn(2, 3, full, dim)
     bias = _hiding(3, queries, full) if masked else None
-    given = query, key, value, parts, weights, bias, 3.0 if masked else None
-    results = [kernel(*given) for kernel in both]
-    exact = rounding.attention(*given)
+    call = rounding.Call(query, key, value, parts, weights, bias, 3.0 if masked else None)
+    results = [kernel(*call) for kernel in both]
+    exact = rounding.attention(*call)
     for result in results:
         exact.check(_flat(result))
     assert [len(mass) for mass in results[0][2]] == [len(part.tokens) for part in parts]
@@ -190,7 +190,7 @@ def test_several_parts_under_one_softmax(
     assert total == pytest.approx(3 * float(weights.sum()), rel=rounding.of_sum(sum(map(len, results[0][2])) + full))
     monkeypatch.setattr(cpu, "PARALLEL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for alone, shared in zip(_flat(results[0]), _flat(cpu.attend(*given)), strict=True):
+    for alone, shared in zip(_flat(results[0]), _flat(cpu.attend(*call)), strict=True):
         assert torch.equal(alone, shared)
 
 
@@ -217,19 +217,19 @@ def test_parts_of_different_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     both = cpu.attend, reference.attend
     monkeypatch.setattr(reference, "attend", None)
     parts = [Part(_mixed(_ragged([70, 9], 64, bits))) for bits in (DEFAULT, Bits(8, 8, 4, 4), Bits(2, 2, 2, 2))]
-    given = torch.randn(2, 3, 64) / 2, *torch.randn(2, 2, 5, 64), parts, torch.rand(3)
-    exact = rounding.attention(*given)
+    call = rounding.Call(torch.randn(2, 3, 64) / 2, *torch.randn(2, 2, 5, 64), parts, torch.rand(3))
+    exact = rounding.attention(*call)
     for kernel in both:
-        exact.check(_flat(kernel(*given)))
+        exact.check(_flat(kernel(*call)))
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("compiled")
 def test_a_part_to_be_rotated_sends_all_to_the_reference() -> None:
-    packed, turn = _ragged([70, 9], 64), torch.rand(90, 64)
-    rotated = Part(packed, table=Table(turn.cos(), turn.sin()), positions=packed.slots())
-    given = torch.randn(2, 3, 64), *torch.randn(2, 2, 5, 64), [Part(packed), rotated], torch.rand(3)
-    for ours, theirs in zip(*(_flat(kernel(*given)) for kernel in (cpu.attend, reference.attend)), strict=True):
+    packed, angles = _ragged([70, 9], 64), torch.rand(90, 64)
+    rotated = Part(packed, table=Table(angles.cos(), angles.sin()), positions=packed.slots())
+    call = rounding.Call(torch.randn(2, 3, 64), *torch.randn(2, 2, 5, 64), [Part(packed), rotated], torch.rand(3))
+    for ours, theirs in zip(*(_flat(kernel(*call)) for kernel in (cpu.attend, reference.attend)), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -259,8 +259,8 @@ def test_keys_may_lie_in_a_longer_buffer() -> None:
     packed, query = _ragged([70, 9], 64), torch.randn(2, 3, 64)
     key, value = torch.full((2, 2, 40, 64), torch.nan)
     key[:, :30], value[:, :30] = torch.randn(2, 2, 30, 64)
-    given = query, key[:, :30], value[:, :30], [Part(packed)]
-    rounding.attention(*given).check(_flat(cpu.attend(*given)))
+    call = rounding.Call(query, key[:, :30], value[:, :30], [Part(packed)])
+    rounding.attention(*call).check(_flat(cpu.attend(*call)))
 
 
 @pytest.mark.kernels
@@ -268,10 +268,10 @@ def test_keys_may_lie_in_a_longer_buffer() -> None:
 def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     packed = _ragged([130, 70], 64)
     query, (key, value) = torch.randn(2, 3, 64) * 300, torch.randn(2, 2, 5, 64)
-    given = query, key, value, [Part(packed)], torch.ones(3)
-    exact = rounding.attention(*given)
+    call = rounding.Call(query, key, value, [Part(packed)], torch.ones(3))
+    exact = rounding.attention(*call)
     for kernel in (cpu.attend, reference.attend):
-        results = _flat(kernel(*given))
+        results = _flat(kernel(*call))
         assert all(bool(each.isfinite().all()) for each in results)
         exact.check(results)
 
@@ -300,10 +300,10 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
     hidden[:, :, 4:] = -torch.inf
     body_hidden[10:] = -torch.inf  # the whole second row
     out, mass, (body_mass,) = kernel(query, key, value, [Part(packed, bias=body_hidden)], torch.ones(2), hidden)
-    few = packed.keep(torch.arange(48) < 10)
-    expected, full_mass, (few_mass,) = reference.attend(query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2))
-    exact = rounding.attention(query, key[:, :4], value[:, :4], [Part(few)], torch.ones(2))
-    for results in ((out, mass[:, :4], body_mass[:10]), (expected, full_mass, few_mass)):
+    seen = rounding.Call(query, key[:, :4], value[:, :4], [Part(packed.keep(torch.arange(48) < 10))], torch.ones(2))
+    expected, full_mass, (seen_mass,) = reference.attend(*seen)
+    exact = rounding.attention(*seen)
+    for results in ((out, mass[:, :4], body_mass[:10]), (expected, full_mass, seen_mass)):
         exact.check(results)
     assert bool((body_mass[10:] == 0).all())
     all_hidden = Part(packed, bias=torch.full_like(body_hidden, -torch.inf))
@@ -315,11 +315,11 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_default_dtype_changes_nothing() -> None:
     packed = _ragged([90, 5], 64)
-    given = torch.randn(2, 3, 64), *torch.randn(2, 2, 7, 64), [Part(packed)], torch.rand(3)
-    expected = _flat(cpu.attend(*given))
+    call = rounding.Call(torch.randn(2, 3, 64), *torch.randn(2, 2, 7, 64), [Part(packed)], torch.rand(3))
+    expected = _flat(cpu.attend(*call))
     torch.set_default_dtype(torch.float16)
     try:
-        results = _flat(cpu.attend(*given))
+        results = _flat(cpu.attend(*call))
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
@@ -328,16 +328,15 @@ def test_default_dtype_changes_nothing() -> None:
 @pytest.mark.kernels
 @pytest.mark.usefixtures("compiled")
 def test_what_is_known_of_tokens_goes_with_them() -> None:
-    given = torch.randn(2, 3, 64), *torch.randn(2, 2, 7, 64)
-    packed = _ragged([90, 5], 64)
-    first = cpu.attend(*given, [Part(packed)])[0]
+    packed, query, (key, value) = _ragged([90, 5], 64), torch.randn(2, 3, 64), torch.randn(2, 2, 7, 64)
+    first = cpu.attend(query, key, value, [Part(packed)])[0]
     known = packed.derived[cpu.DESCRIBED]
-    assert torch.equal(cpu.attend(*given, [Part(packed)])[0], first)
+    assert torch.equal(cpu.attend(query, key, value, [Part(packed)])[0], first)
     assert packed.derived[cpu.DESCRIBED] is known
     for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         assert copied.derived == {}  # it has tensors of its own
         copied.key_codes.zero_()
-        assert not torch.equal(cpu.attend(*given, [Part(copied)])[0], first)
+        assert not torch.equal(cpu.attend(query, key, value, [Part(copied)])[0], first)
     assert all(getattr(packed, name) is tensor for name, tensor in zip(PackedTokens.READ, known.tensors, strict=True))
 
 
@@ -367,7 +366,9 @@ def test_values_of_another_width_than_keys_go_to_the_reference() -> None:
     torch.manual_seed(3)
     rows = torch.zeros(70, dtype=torch.long)
     packed = pack_tokens(torch.randn(70, 64), torch.randn(70, 32), rows, torch.arange(70), None)
-    given = torch.randn(1, 3, 64), torch.randn(1, 5, 64), torch.randn(1, 5, 32), [Part(packed)], torch.ones(3)
-    ours, theirs = cpu.attend(*given), reference.attend(*given)
+    call = rounding.Call(
+        torch.randn(1, 3, 64), torch.randn(1, 5, 64), torch.randn(1, 5, 32), [Part(packed)], torch.ones(3)
+    )
+    ours, theirs = cpu.attend(*call), reference.attend(*call)
     assert ours[0].shape == (1, 3, 32)
     assert torch.equal(ours[0], theirs[0])

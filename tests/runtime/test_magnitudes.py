@@ -84,13 +84,16 @@ def test_numbers_that_are_all_the_same_have_no_scale(constant: float) -> None:
 def test_large_and_small_numbers_have_the_codes_of_ordinary_ones(exponent: int, bits: Bits) -> None:
     """A power of two changes no code where parameters are bfloat16; what is lost is a tenth more than in float16."""
     torch.manual_seed(1)
-    key, value = given = torch.randn(2, 80, 64)
+    original = torch.randn(2, 80, 64)
+    key, value = original
     plain, other, larger = (_packed(key * 2.0**by, value * 2.0**by, (70, 10), bits) for by in (0, exponent, 40))
     assert [each.wide for each in (plain, other, larger)] == [False, True, True]
     for name, tensor in other.tensors().items():
         if tensor.dtype == torch.uint8:
             assert torch.equal(tensor, getattr(larger, name))
-    for ours, theirs, more, true in zip(*(dequantise(each, torch.float64) for each in (other, plain, larger)), given):
+    for ours, theirs, more, true in zip(
+        *(dequantise(each, torch.float64) for each in (other, plain, larger)), original
+    ):
         assert torch.equal(ours * 2.0 ** (40 - exponent), more)
         assert float((ours * 2.0**-exponent - true).norm()) < 1.1 * float((theirs - true).norm())
 
@@ -123,10 +126,10 @@ def test_kernels_agree_at_any_size(bits: Bits, data: st.DataObject) -> None:
     packed = _packed(key, value, (130, 70), bits)
     packed = packed.retier(torch.randint(2, 4, (200,)))
     query, full_key, full_value = torch.randn(2, 3, 64) / 2 / size, torch.randn(2, 5, 64) * size, torch.randn(2, 5, 64)
-    given = query, full_key, full_value, [Part(packed)], torch.rand(3)
-    exact = rounding.attention(*given)
+    call = rounding.Call(query, full_key, full_value, [Part(packed)], torch.rand(3))
+    exact = rounding.attention(*call)
     for kernel in (pick_kernel(CPU), reference.attend):
-        out, mass, masses = kernel(*given)
+        out, mass, masses = kernel(*call)
         assert mass is not None
         exact.check([out, mass, *masses])
 
@@ -141,8 +144,8 @@ def test_half_precision_models_with_keys_of_any_size(compiled: bool, dtype: torc
     packed = _packed(key, value, (70, 10), Bits())
     assert packed.wide
     query, full = (torch.randn(2, 3, 64) / size / 4).to(dtype), (torch.randn(2, 2, 5, 64) / 4 * size).to(dtype)
-    given = query, full[0], full[1], [Part(packed)]
-    exact, out = rounding.attention(*given), kernel(*given)[0]
+    call = rounding.Call(query, full[0], full[1], [Part(packed)])
+    exact, out = rounding.attention(*call), kernel(*call)[0]
     assert out.dtype == dtype
     once = torch.finfo(dtype).eps / 2 * float(exact.results[0].norm())
     tiny = torch.finfo(dtype).tiny * out.numel() ** 0.5

@@ -26,11 +26,11 @@ WHERE = ["host", "disk"]
 @pytest.mark.parametrize("lengths", [[1], [63, 64, 200], [0, 5, 0, 130]], ids=str)
 def test_what_was_spilled_comes_back_bit_by_bit(where: str, lengths: list[int], tmp_path: Path) -> None:
     held = SpilledTokens(spill(where, tmp_path), CPU)
-    given = [tokens(lengths, first, low=0.3) for first in range(0, 1000, 250)]
-    for each in given:
+    stored = [tokens(lengths, first, low=0.3) for first in range(0, 1000, 250)]
+    for each in stored:
         assert held.add([each])
     assert len(held) == 4 * sum(lengths)
-    expected = contents(given)
+    expected = contents(stored)
     assert same(contents(held.read()), expected)
     rows = torch.arange(len(lengths)) % 2 == 0
     taken = held.take(lambda tokens: rows[tokens.token_row()])
@@ -44,10 +44,10 @@ def test_what_was_spilled_comes_back_bit_by_bit(where: str, lengths: list[int], 
 @pytest.mark.parametrize("where", WHERE)
 def test_rows_are_selected_as_often_as_named(where: str, tmp_path: Path) -> None:
     held = SpilledTokens(spill(where, tmp_path), CPU)
-    given = tokens([30, 7, 90])
-    held.add([given])
+    stored = tokens([30, 7, 90])
+    held.add([stored])
     held.select_rows(torch.tensor([2, 0, 2]))
-    old = contents([given])
+    old = contents([stored])
     found = contents(held.read())
     assert same(found, {(new, slot): old[row, slot] for new, row in enumerate([2, 0, 2]) for slot in range(200)
                         if (row, slot) in old})  # fmt: skip
@@ -81,11 +81,11 @@ def test_bytes_are_counted_and_the_oldest_are_dropped_at_the_limit(where: str, t
 
 
 def test_taking_some_tokens_back_under_a_limit_drops_none() -> None:
-    given = tokens([64, 64])
-    size = sum(t.numel() * t.element_size() for t in given.tensors().values())
+    stored = tokens([64, 64])
+    size = sum(t.numel() * t.element_size() for t in stored.tensors().values())
     held, other = (SpilledTokens(spill_of_both, CPU) for spill_of_both in [Spill("host", limit=2 * size)] * 2)
     other.add([tokens([64, 64], 500)])
-    held.add([given])
+    held.add([stored])
     back = held.take(lambda body: body.token_row() == 0)
     assert (sum(map(len, back)), len(held), len(other), held.spill.dropped) == (64, 64, 128, 0)
 
@@ -193,8 +193,8 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_tiers_are_kept(tmp_path: Path) -> None:
     held = SpilledTokens(Spill("disk", tmp_path), CPU)
-    given = tokens([200], low=0.5)
-    held.add([given])
+    stored = tokens([200], low=0.5)
+    held.add([stored])
     (back,) = held.take()
     now = torch.where(back.low(), int(Tier.LOW), int(Tier.HIGH))
-    assert torch.equal(now, torch.where(given.low(), int(Tier.LOW), int(Tier.HIGH)))
+    assert torch.equal(now, torch.where(stored.low(), int(Tier.LOW), int(Tier.HIGH)))

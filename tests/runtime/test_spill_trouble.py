@@ -203,14 +203,14 @@ def full_disk(room: int) -> Iterator[None]:
 def test_what_a_full_disk_refuses_comes_back_or_stays(
     change: Callable[[SpilledTokens], list[Any]], tmp_path: Path
 ) -> None:
-    given = [tokens([900, 900]), tokens([80, 80], 1000)]
+    stored = [tokens([900, 900]), tokens([80, 80], 1000)]
     held = SpilledTokens(Spill("disk", tmp_path), CPU)
-    assert all(held.add([each]) for each in given)
+    assert all(held.add([each]) for each in stored)
     assert len(held.chunks) == 2
     with full_disk(8_000), pytest.warns(RuntimeWarning, match="takes no more tokens: .*File too large"):
         out = change(held)
     assert len(list(held.spill.folder.glob("*.safetensors"))) == len(held.chunks), "nothing half-written stays"
-    assert same(contents([out, *held.read()]), contents(given))
+    assert same(contents([out, *held.read()]), contents(stored))
 
 
 # -- copies and threads ----------------------------------------------------------------------------------------------
@@ -218,15 +218,15 @@ def test_what_a_full_disk_refuses_comes_back_or_stays(
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_the_limit_holds_with_copies(where: str, tmp_path: Path) -> None:
-    given = tokens([64, 64])
-    one = sum(t.numel() * t.element_size() for t in given.tensors().values())
+    stored = tokens([64, 64])
+    one = sum(t.numel() * t.element_size() for t in stored.tensors().values())
     held = SpilledTokens(spill(where, tmp_path, limit=6 * one // 5), CPU)
-    held.add([given])
+    held.add([stored])
     other = copy.deepcopy(held)
     with pytest.warns(RuntimeWarning, match="raise spill_limit"):
         back = held.take(lambda body: body.token_row() == 0)  # what stays is there beside the copy's whole
     assert held.spill.nbytes <= held.spill.limit
-    assert same(contents([back, *held.read()]), contents([given]))
+    assert same(contents([back, *held.read()]), contents([stored]))
     assert (other.read(), held.spill.dropped) == ([], 128)
 
 

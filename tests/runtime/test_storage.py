@@ -118,8 +118,7 @@ def test_smaller_pages_have_finer_scales(lengths: list[int], page: int) -> None:
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     torch.manual_seed(sum(lengths))
     key, value = torch.randn(2, len(rows), 16)
-    given = key, value, rows, torch.arange(len(rows)), None
-    large, small = pack_tokens(*given), pack_tokens(*given, page_tokens=page)
+    large, small = (pack_tokens(key, value, rows, torch.arange(len(rows)), None, page_tokens=n) for n in (64, page))
     expected = [min(page, row - first) for row in lengths for first in range(0, row, page)]
     assert small.page_len.tolist() == expected
     assert torch.equal(small.token_row(), rows)

@@ -28,7 +28,7 @@ def test_rows_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["fused"]["share_of_copy"] == pytest.approx(rows["fused"]["bytes"] / (rows["fused"]["p50"] * 1e9))
     assert "x of sdpa" in bench_gpu._line(rows["fused"])
     real = triton.fused
-    monkeypatch.setattr(triton, "fused", lambda *given: (real(*given)[0] * 1.05, None, []))
+    monkeypatch.setattr(triton, "fused", lambda *args: (real(*args)[0] * 1.05, None, []))
     with pytest.raises(FadeError, match=r"the fused kernel is 5\.0e-02 away from SDPA .* no times are shown"):
         bench_gpu.check_cell(CPU, **CELL)
 

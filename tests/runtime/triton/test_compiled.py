@@ -86,9 +86,9 @@ def _attend(
     driver.set_active(_Target(capability))
     slots = torch.arange(tokens)
     low = None if kind == "plain" else slots % 2 == 0
-    body = torch.randn(2, tokens, dim)
-    given = body[0], body[1], torch.zeros_like(slots), slots, None
-    packed = pack_tokens(*given, low=low, bits=Bits(*bits), page_tokens=page)
+    key, value = torch.randn(2, tokens, dim)
+    rows = torch.zeros_like(slots)
+    packed = pack_tokens(key, value, rows, slots, None, low=low, bits=Bits(*bits), page_tokens=page)
     part = Part(packed, bias=torch.zeros(tokens, 8) if everything else None)
     if kind == "rotated":
         part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), slots, part.bias)
@@ -166,8 +166,8 @@ def test_unpacking_in_ptx_does_what_it_says(bits: int, shift: int) -> None:
     for first in range(0, 256, 4):
         registers = {"$2": int.from_bytes(range(first, first + 4), "little")}
         for line in unpacking.fn(shift, levels).splitlines()[2:-1]:
-            name, to, *given = re.findall(r"[\w.$]+", line)
-            values = [registers[word] if word in registers else int(word, 0) for word in given]
+            name, to, *words = re.findall(r"[\w.$]+", line)
+            values = [registers[word] if word in registers else int(word, 0) for word in words]
             registers[to] = _INSTRUCTIONS[name](*values)
         halves = (registers["$0"] & 0xFFFF, registers["$0"] >> 16, registers["$1"] & 0xFFFF, registers["$1"] >> 16)
         codes = torch.tensor(halves, dtype=torch.int32).to(torch.int16).view(torch.float16)
