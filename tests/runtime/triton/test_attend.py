@@ -91,8 +91,9 @@ def _agree(kernel: Callable[..., Any], call: Call, most: float = 1e-5) -> None:
         assert _difference(ours, theirs) < most
 
 
-def _alone(call: Call, launch: Launch = SMALL) -> Any:
-    """The fused kernel itself, so that nothing is left to the reference."""
+def _alone(*arguments: Any, launch: Launch = SMALL) -> Any:
+    """The fused kernel itself, so that nothing is left to the reference; arguments of a :class:`Call`."""
+    call = Call(*arguments)
     return triton.fused(*call, [launch] * len(call.parts))
 
 
@@ -125,7 +126,7 @@ def test_without_statistics_the_output_is_the_same() -> None:
 def test_statistics_are_added_to_older_ones() -> None:
     packed = _packed([70, 5], 64, BITS[0], mixed=True)
     call = _call(packed, 2, 3, 7, masked=True)
-    _, fresh, (fresh_packed,) = _alone(call)
+    _, fresh, (fresh_packed,) = _alone(*call)
     older = torch.rand(2, 7), torch.rand(len(packed))
     states = [state.clone() for state in older]
     triton.attend(*call, into=states, decay=0.5)
@@ -187,7 +188,7 @@ def test_half_precision(dim: int) -> None:
     packed = _packed([200, 17], dim, BITS[0], True)
     call = _call(packed, 2, 4, 20, masked=True)
     expected = _flat(reference.attend(*call))
-    got = _flat(_alone(_half(call)))
+    got = _flat(_alone(*_half(call)))
     assert got[0].dtype == torch.float16
     assert all(_difference(ours, theirs) < 2e-3 for ours, theirs in zip(got, expected, strict=True))
 
@@ -199,7 +200,7 @@ def test_small_values_under_flat_attention_do_not_vanish_in_half_precision() -> 
     packed = pack_tokens(key, value, rows, torch.arange(1000), None)
     query, full = torch.ones(1, 1, 64) / 8, torch.full((1, 1, 64), 11 / 8)  # exp(11): what the whole body weighs
     call = Call(query, full, torch.zeros(1, 1, 64), [Part(packed)])
-    assert _difference(_alone(_half(call))[0], reference.attend(*call)[0]) < 5e-3
+    assert _difference(_alone(*_half(call))[0], reference.attend(*call)[0]) < 5e-3
 
 
 def test_extreme_scores_neither_overflow_nor_vanish() -> None:
@@ -208,16 +209,16 @@ def test_extreme_scores_neither_overflow_nor_vanish() -> None:
     _agree(_alone, call._replace(query=call.query * 2000), 1e-3)
     huge = pack_tokens(torch.randn(64, 64) * 1e4, torch.randn(64, 64), torch.zeros(64).long(), torch.arange(64), None)
     large = _half(Call(torch.randn(1, 2, 64) * 100, call.key[:1], call.value[:1], [Part(huge)]))
-    assert bool(_alone(large)[0].isfinite().all())
+    assert bool(_alone(*large)[0].isfinite().all())
 
 
 def test_hidden_tokens_carry_nothing() -> None:
     packed = _packed([40, 8], 64, BITS[0], False)
     nothing = Part(packed, bias=torch.full((48, 2), -torch.inf))
     call = _call(packed, 2, 2, 6, masked=False)._replace(parts=[nothing])
-    out, mass, (body,) = _alone(call._replace(bias=torch.full((2, 2, 6), -torch.inf)))
+    out, mass, (body,) = _alone(*call._replace(bias=torch.full((2, 2, 6), -torch.inf)))
     assert not any(bool(t.any()) for t in (out, mass, body))  # a padding query
-    out, mass, (body,) = _alone(call)
+    out, mass, (body,) = _alone(*call)
     expected, full_mass, _ = reference.attend(*call._replace(parts=[]))
     assert _difference(out, expected) < 1e-5
     assert _difference(mass, full_mass) < 1e-5

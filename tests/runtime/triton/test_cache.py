@@ -13,7 +13,7 @@ from fade_runtime.kernels import dispatch
 from fade_runtime.kernels.dispatch import forget
 from fade_runtime.kernels.triton import attention as triton
 from fade_runtime.kernels.triton import pack_kernel as triton_pack
-from fade_runtime.layer import store
+from fade_runtime.layer import movement
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import make_tiny_model
 from tests.runtime.caches import reachable_bytes
@@ -42,7 +42,7 @@ def test_a_cache_in_triton_answers_as_one_in_plain_torch(name: str, monkeypatch:
     config = FadeConfig(n_sink=2, recent_window=8, reassign_every=4, **CONFIGS[name])
     kernel = dispatch.Kernel("triton", triton.attend, triton_pack.quantise)
     monkeypatch.setattr(dispatch, "_kernel_of", lambda device: kernel)
-    monkeypatch.setattr(store, "pick_quantiser", lambda device: kernel.quantise)  # that of a CPU is plain torch
+    monkeypatch.setattr(movement, "pick_quantiser", lambda device: kernel.quantise)  # that of a CPU is plain torch
     ours, cache = _logits(config)
     assert attention_path(cache.tiered[0]) == "triton"
     assert len(cache.tiered[0].store.packed.derived) > 0
