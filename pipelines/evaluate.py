@@ -187,7 +187,7 @@ def measure_texts(
     """Compare methods on every text, with a progress bar; those that fail on one are left out of all.
 
     Returns:
-        For each text the methods in order, and the telemetry of each tiered cache on the first text (no speed asked).
+        For each text the methods in order; the telemetry of each tiered cache on the first text, if nothing is timed.
     """
     telemetry: dict[str, ListExporter] = {}
     measured = []

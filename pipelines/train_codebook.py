@@ -125,11 +125,11 @@ def cluster_layers(
     layers: list[LayerCodebook | None] = []
     errors = {}
     with tqdm(total=len(vectors), unit="layer", desc="Clustering", mininterval=1) as bar:
-        for index, (mine, others) in enumerate(zip(vectors, held_out)):
-            if mine is None or others is None:
+        for index, (train, others) in enumerate(zip(vectors, held_out)):
+            if train is None or others is None:
                 layers.append(None)
             else:
-                layer = cluster(mine, settings.sizes, settings.num_centroids, settings.seed)
+                layer = cluster(train, settings.sizes, settings.num_centroids, settings.seed)
                 layers.append(layer)
                 errors[index] = layer_error(layer, others)
             bar.update()

@@ -52,10 +52,10 @@ def draw(path: Path, run: Row, methods: Sequence[Row], title: str) -> None:
         colour, marker = (GREY, ".") if name in oracles else next(style)
         x = [row["resident_bytes"] / MIB for row in found[name]]
         y = [max(row["kl"], SMALLEST) for row in found[name]]
-        mine = name in ours and name not in oracles
+        is_ours = name in ours and name not in oracles
         axes.plot(
             x, y, marker=marker, color=colour, linestyle=next(dashes) if name in oracles else "-",
-            linewidth=2.4 if mine else 1.1, markersize=10 if mine else 6.5, zorder=4 if mine else 3,
+            linewidth=2.4 if is_ours else 1.1, markersize=10 if is_ours else 6.5, zorder=4 if is_ours else 3,
             markeredgecolor="white", markeredgewidth=0.6,
         )  # fmt: skip
         ends.append((x[-1], y[-1]))

@@ -98,7 +98,7 @@ def losses_by_task(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         values[tasks.index(task), methods.index(method)] = max(row["kl"], SMALLEST)
     figure, axes = plt.subplots(figsize=(2.2 + 1.25 * len(methods), 1.2 + 0.42 * len(tasks)))
     norm = LogNorm(1e-4, 3, clip=True)
-    drawn = axes.imshow(values, norm=norm, cmap="cividis_r", aspect="auto")
+    image = axes.imshow(values, norm=norm, cmap="cividis_r", aspect="auto")
     axes.set_xticks(range(len(methods)), methods, rotation=20, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(tasks)), tasks)
     axes.grid(False)
@@ -107,7 +107,7 @@ def losses_by_task(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         dark = norm(max(row["kl"], SMALLEST)) > 0.5
         text = f"{row['kl']:.3f}\n{row['compression']:.1f}x"
         axes.text(*place, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    figure.colorbar(drawn, ax=axes, label="KL to the full cache, nats")
+    figure.colorbar(image, ax=axes, label="KL to the full cache, nats")
     save(figure, path)
     plt.close(figure)
 
@@ -198,13 +198,13 @@ def attention_and_forecasts(
         (left, recorded, "recorded"),
         (right, forecast, names[1]),
     ):
-        drawn = axes.imshow(image, norm=norm, cmap="cividis", aspect="auto", extent=extent, interpolation="nearest")
+        shown = axes.imshow(image, norm=norm, cmap="cividis", aspect="auto", extent=extent, interpolation="nearest")
         axes.grid(False)
         axes.set_title(name, fontsize=11, loc="left")
         axes.set_xlabel("position in the prompt, tokens")
     left.set_ylabel("step after the prompt")
     right.tick_params(labelleft=False)
-    figure.colorbar(drawn, ax=[left, right], label=f"attention on a block of {block} tokens", pad=0.01)
+    figure.colorbar(shown, ax=[left, right], label=f"attention on a block of {block} tokens", pad=0.01)
     below = figure.add_subplot(grid[1, :])
     middle = (np.arange(recorded.shape[1]) + 0.5) * block
     below.plot(middle, recorded.mean(0), color="#000000", linewidth=2.2, label="recorded, mean over the steps")
