@@ -40,11 +40,11 @@ WAYS: dict[str, Callable[[Any, str], Any]] = {"forward": forward, "in place": in
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Nothing is compiled yet; a frame is compiled three times (prompt, step, what changed), not eight, then eager."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=3):
+        yield
     torch._dynamo.reset()
 
 
