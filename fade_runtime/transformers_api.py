@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -286,6 +286,11 @@ def stock_layers(config: Any) -> list[Any]:
 def can_tier(layer: Any) -> bool:
     """Whether a stock layer is plain full attention; sliding windows, convolutions and states are left as they are."""
     return type(layer) is DynamicLayer
+
+
+def window_of(layer: Any) -> int | None:
+    """Tokens that a query of a stock layer attends to, itself included; None: it is no sliding-window layer."""
+    return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
 
 def kv_sharers(config: Any) -> list[int]:

@@ -29,42 +29,54 @@ def memory_report(cache: CacheParts) -> dict[str, Any]:
         resident_bytes: every tensor that is reachable from the cache, scales, slots, statistics, the predictor's
         weights, the text's token classes and what is spilled to the memory of the same device included; full_bytes:
         the same tokens in an uncompressed cache of the model's dtype; compression: their ratio; tiers: bytes by
-        tier, with "statistics", "predictor", "text", "codebook", "spilled" and "other layers"; tokens: tokens kept
-        per tier, summed over rows and layers; seen: logical tokens.
+        tier, with "statistics", "predictor", "text", "codebook", "spilled" and "other layers" (transformers' own);
+        layers: the three numbers for "compressed" layers (full attention, with all that serves them), for "others"
+        (sliding windows, recurrent states) and for the "whole"; tokens: tokens kept per tier, summed over rows and
+        layers; seen: logical tokens.
     """
     tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "spilled", "other layers"), 0)
     tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
-    in_full = 0
-    for layer in cache.tiered:
+    others, others_full, in_full = 0, 0, 0
+    for layer in cache.own:
         if layer.store is None:
             continue
-        stored = layer.resident()
+        stored, before = layer.resident(), sum(tiers.values())
         for kind in set(map(_kind, stored)):
             tiers[kind] += stored_bytes(*(tensor for name, tensor in stored.items() if _kind(name) == kind))
-        in_full += full_bytes(layer)
         for name, count in layer.store.counts().items():
             tokens[name] += count
         if layer.store.spilled is not None and layer.device.type == "cpu":
             tiers["spilled"] += stored_bytes(*layer.store.spilled.tensors())
-    others = [t for layer in cache.layers if not isinstance(layer, TieredLayer) for t in reachable_tensors(vars(layer))]
-    tiers["other layers"] = stored_bytes(*others)
+        in_full += full_bytes(layer)
+        if layer.is_sliding:
+            others, others_full = others + sum(tiers.values()) - before, others_full + full_bytes(layer)
+    stock = [t for layer in cache.layers if not isinstance(layer, TieredLayer) for t in reachable_tensors(vars(layer))]
+    tiers["other layers"] = stored_bytes(*stock)
+    stock_full = sum(tensor.numel() * tensor.element_size() for tensor in stock)  # a view of a prompt is no cache
     if cache.policy.predictor is not None:
         tiers["predictor"] = stored_bytes(*predictor_tensors(cache.policy.predictor))
-    rows = {id(layer.store.sequences): layer.store.sequences for layer in cache.tiered if layer.store is not None}
-    rows |= {id(held.sequences): held.sequences for layer in cache.tiered for held in layer.held.calls}
+    rows = {id(layer.store.sequences): layer.store.sequences for layer in cache.own if layer.store is not None}
+    rows |= {id(held.sequences): held.sequences for layer in cache.own for held in layer.held.calls}
     tiers[OTHER] += stored_bytes(*(tensor for each in rows.values() for tensor in each.tensors().values()))
     tiers["text"] = stored_bytes(*(cache.text.tensors() if cache.text is not None else []))
     tiers["codebook"] = stored_bytes(*(cache.codebook.tensors() if cache.codebook is not None else []))
-    resident = sum(tiers.values())
-    in_full += tiers["other layers"]
+    resident, in_full = sum(tiers.values()), in_full + stock_full
+    others, others_full = others + tiers["other layers"], others_full + stock_full
     return {
-        "resident_bytes": resident,
-        "full_bytes": in_full,
-        "compression": in_full / resident if resident else 1.0,
+        **_ratio(resident, in_full),
         "tiers": tiers,
+        "layers": {
+            "compressed": _ratio(resident - others, in_full - others_full),
+            "others": _ratio(others, others_full),
+            "whole": _ratio(resident, in_full),
+        },
         "tokens": tokens,
         "seen": cache.get_seq_length(),
     }
+
+
+def _ratio(resident: int, full: int) -> dict[str, Any]:
+    return {"resident_bytes": resident, "full_bytes": full, "compression": full / resident if resident else 1.0}
 
 
 def predictor_tensors(predictor: Predictor) -> list[Tensor]:
@@ -91,12 +103,17 @@ def reachable_tensors(thing: Any) -> Iterator[Tensor]:
 
 
 def full_bytes(layer: CompressedLayer) -> int:
-    """Bytes of a layer's tokens, padding included, in an uncompressed cache of the model's dtype."""
+    """Bytes of a layer's tokens, padding included, in an uncompressed cache of the model's dtype.
+
+    Of a sliding window those that transformers keeps between two calls.
+    """
     if layer.store is None:
         return 0
     full = layer.store.full
     width = (full.key.shape[3] + full.value.shape[3]) * full.key.element_size()
-    return full.key.shape[0] * layer.store.heads * layer.seen * width
+    window = layer.setup.window
+    columns = layer.seen if window is None else min(layer.seen, window - 1)
+    return full.key.shape[0] * layer.store.heads * columns * width
 
 
 def stored_bytes(*tensors: Tensor) -> int:

@@ -8,7 +8,6 @@ caches that decode again (:mod:`fade_runtime.cache.redecode`).
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -107,13 +106,6 @@ def attach(model: Any) -> list[Hold]:
     reason = _refusal(model, config)
     if reason:
         raise FadeError(f"{config.model_type} {reason}; use transformers' own cache")
-    if not any(map(hf.can_tier, hf.stock_layers(config))):
-        warnings.warn(
-            f"{config.model_type} has no full-attention layer: its sliding-window layers stay transformers' own, "
-            "nothing will be compressed",
-            RuntimeWarning,
-            stacklevel=3,
-        )
     AttentionInterface.register(hf.NAME, hf.fade_attention)
     AttentionMaskInterface.register(hf.NAME, hf.fade_mask)
     wanted = hf.implementation(config)

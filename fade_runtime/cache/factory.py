@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,12 +73,15 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any]
     shared = Shared(max(takers))
     spill = None if guard is None else guard.spill
     setup = LayerSetup(config, policy, weakref.ref(text), rotary, text=seen, memory=memory, spill=spill)
+    _say_what_stays(text.model_type, stock, config)
     layers: list[Any] = []
     for index, layer in enumerate(stock):
+        own, window = replace(setup, index=index, kv_sharers=sharers[index]), _packed_window(layer, config)
         if hf.can_tier(layer):
-            book = None if codebook is None else codebook.layers[index]
-            own = replace(setup, index=index, codebook=book, kv_sharers=sharers[index])
+            own = own if codebook is None else replace(own, codebook=codebook.layers[index])
             layer = TieredLayer(own, None if guard is None else guard.watch(index), shared)
+        elif window is not None:
+            layer = TieredLayer(own.sliding(window), None if guard is None else guard.bystander(), shared)
         layers.append(layer)
     return TieredCache(
         layers, config, policy, model, hold_model, holds, codebook=codebook, text=seen, memory=memory, guard=guard
@@ -125,12 +129,45 @@ def _holds(
         raise FadeError("this cache's model is gone; keep it while you use the cache")
     holds = attach.attach(model)
     if config.on_rollback == "redecode":
-        holds.append(redecode.attach(model, all(map(hf.can_tier, hf.stock_layers(hf.text_config(model))))))
+        stock = hf.stock_layers(hf.text_config(model))
+        croppable = all(hf.can_tier(layer) or _packed_window(layer, config) for layer in stock)
+        holds.append(redecode.attach(model, croppable))
     if listens:
         wrapper = wrapper_ref()  # not `or model`: a compiled module has no truth value
         modules = {id(module): module for module in (model, wrapper) if module is not None}
         holds += [attach.listen(module) for module in modules.values()]
     return holds
+
+
+def _packed_window(layer: Any, config: FadeConfig) -> int | None:
+    """The window of a stock layer that is to be packed; None: it is not."""
+    window = hf.window_of(layer) if config.sliding == "packed" else None
+    return window if window is not None and window > config.n_sink + config.recent_window else None
+
+
+def _say_what_stays(name: str, stock: Sequence[Any], config: FadeConfig) -> None:
+    """Warn of windows that are too short to be packed, and of a model none of whose layers is compressed."""
+    windows = [hf.window_of(layer) for layer in stock] if config.sliding == "packed" else []
+    short = {
+        index: window
+        for index, (window, layer) in enumerate(zip(windows, stock))
+        if window and not _packed_window(layer, config)
+    }
+    if short:
+        warnings.warn(
+            f"{name}: the window of layers {', '.join(map(str, short))} is {min(short.values())} tokens, and n_sink "
+            f"{config.n_sink} + recent_window {config.recent_window} stay exact anyway: nothing of it is packed; lower "
+            "them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    elif not any(hf.can_tier(layer) or _packed_window(layer, config) for layer in stock):
+        warnings.warn(
+            f"{name} has no full-attention layer: its sliding-window layers stay transformers' own, nothing will be "
+            "compressed",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText | None:

@@ -52,7 +52,7 @@ def layer_facts(layer: Any, index: int, tensors: dict[str, Tensor], shared: list
     if not any(each is store.sequences for each in shared):
         shared.append(store.sequences)
     facts["sequences"] = next(at for at, each in enumerate(shared) if each is store.sequences)
-    facts |= {name: getattr(store, name) for name in STORE}
+    facts |= {name: getattr(store, name) for name in (*STORE, "oldest")}
     spilled = store.whole().back
     for at, body in enumerate(spilled):
         tensors |= {
@@ -151,10 +151,11 @@ def _tiered(
     store.profiles = held.get("policies")
     for name in STORE:
         setattr(store, name, stored[name])
+    store.oldest = stored.get("oldest", 0)  # younger than the format
     store.sequences = shared(stored["sequences"], device)
     if not len(store.moved) == len(fresh.prompts) == store.batch == store.sequences.batch:
         raise ValueError(f"layer {index} has another batch size")
-    fresh.held = _held(stored["held"], queries, store.sequences)
+    fresh.held = _held(stored["held"], queries, store.sequences, layer.setup.window)
     none = [none_of(body) for body in store.body()]
     for at, kind in enumerate(stored.get("spilled", ())):
         start = f"{SPILLED}{at}."
@@ -175,12 +176,15 @@ def _named(name: str) -> str:
     return name.removesuffix("state") + STATS if name == "state" or name.endswith(".state") else name
 
 
-def _held(stored: Sequence[Mapping[str, Any]], tensors: dict[str, Tensor], sequences: Sequences) -> HeldCalls:
+def _held(
+    stored: Sequence[Mapping[str, Any]], tensors: dict[str, Tensor], sequences: Sequences, window: int | None
+) -> HeldCalls:
     calls: list[HeldCall] = []
     for number, facts in reversed([*enumerate(stored)]):
         query, mask = tensors[f"{HELD}{number}.queries"], tensors.get(f"{HELD}{number}.mask")
         sequences = replace(sequences, new=facts["new"], plain=facts["plain"])
-        calls.append(HeldCall(AttentionCall(query, mask, facts["scaling"], facts["softcap"]), sequences))
+        hides = window if mask is None else None
+        calls.append(HeldCall(AttentionCall(query, mask, facts["scaling"], facts["softcap"], hides), sequences))
         sequences = sequences.cropped(facts["new"])
     return HeldCalls(calls[::-1])
 

@@ -54,9 +54,14 @@ class CacheParts:
         return model
 
     @property
-    def tiered(self) -> list[TieredLayer]:
-        """The layers that this cache compresses; the others are transformers' own."""
+    def own(self) -> list[TieredLayer]:
+        """The layers that are this cache's own: tiered ones, and sliding windows in 4 bits."""
         return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
+
+    @property
+    def tiered(self) -> list[TieredLayer]:
+        """The layers whose tokens are chosen: those of full attention."""
+        return [layer for layer in self.own if layer.setup.window is None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen."""

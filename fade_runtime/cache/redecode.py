@@ -138,7 +138,7 @@ def taken_back(cache: TieredCache, ids: Tensor, prompt_length: int) -> tuple[Ten
     if good is None:
         return ids, False
     seen = cache.get_seq_length()
-    drop = min(seen - good, *(layer.seen - layer.final for layer in cache.tiered))
+    drop = min(seen - good, *(layer.seen - layer.final for layer in cache.own))
     if drop > 0:
         cache.crop(-drop)
     return ids[:, : max(seen - drop + 1, prompt_length)], True  # the last one was chosen when all was in order

@@ -96,7 +96,7 @@ def save_session(cache: CacheParts, path: str | Path) -> Path:
 def stored_config(facts: Mapping[str, Any], options: Mapping[str, Any], what: str) -> FadeConfig:
     """The options in a session, with those that are given in their place."""
     try:
-        stored = dict(facts["options"])
+        stored = _options(facts)
         for name in REFERENCES:
             stored[name] = None if facts[name] is None else facts[name]["name"]
     except (KeyError, TypeError, ValueError) as error:
@@ -217,6 +217,11 @@ def load_cache_state_dict(cache: CacheParts, state: Mapping[str, Any], what: str
         cache.guard.watches = [layer.hooks for layer in cache.tiered if isinstance(layer.hooks, Watch)]
 
 
+def _options(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in a session; one that does not say how sliding windows are stored is older than the choice."""
+    return {"sliding": "exact", **facts["options"]}
+
+
 def stored_options(config: FadeConfig) -> dict[str, Any]:
     """The options of a configuration as JSON-able values; predictor and codebook are left out."""
     options = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in REFERENCES}
@@ -235,7 +240,7 @@ def _check(cache: CacheParts, facts: Mapping[str, Any], model: nn.Module, what: 
         raise FadeError(
             f"{what} holds tokens of a model in {facts['dtype']}, this one is in {_dtype(model)}; load it in that dtype"
         )
-    stored, here = dict(facts["options"]), stored_options(cache.config)
+    stored, here = _options(facts), stored_options(cache.config)
     defaults = {field.name: field.default for field in fields(FadeConfig) if field.default is not MISSING}
     for name in sorted({*stored, *here} - set(FREE)):
         if name not in here:

@@ -56,7 +56,7 @@ class TieredCache(Cache, CacheParts):
         self._model, self._hold_model = weakref.ref(model), hold_model
         self._holds = holds  # on what is changed in the model, which goes with the last cache that holds it
         self.shadow = None if config.shadow_every is None else Shadow(config.shadow_every)
-        self.shared = self.tiered[0].shared if self.tiered else Shared()
+        self.shared = self.own[0].shared if self.own else Shared()
         self._changing = False  # what changes all layers is on its way, or did not end
         self._bind_guard()
 
@@ -128,7 +128,7 @@ class TieredCache(Cache, CacheParts):
     def count_held(self) -> None:
         """Make final what may still be taken back; else a call of a few tokens is counted when the next one comes."""
         with self._all_or_broken():
-            for layer in self.tiered:
+            for layer in self.own:
                 layer.count_held()
 
     def settle(self) -> None:
@@ -139,7 +139,7 @@ class TieredCache(Cache, CacheParts):
         Raises:
             FadeError: it cannot be taken back, since tokens have entered statistics or left full precision.
         """
-        shared, whole = self.shared, not self._changing and all(layer.whole for layer in self.tiered)
+        shared, whole = self.shared, not self._changing and all(layer.whole for layer in self.own)
         running, before = shared.running, shared.before
         if running is not None and before == 0:
             self.reset()
@@ -181,7 +181,7 @@ class TieredCache(Cache, CacheParts):
             FadeError: some of them have entered statistics or left full precision already.
         """
         self.settle()
-        for layer in self.tiered:
+        for layer in self.own:
             layer.check_crop(tokens_to_remove)
         with self._all_or_broken():
             super().crop(tokens_to_remove)

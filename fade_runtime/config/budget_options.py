@@ -22,7 +22,7 @@ class BudgetOptions:
             the high tier does not take, so that nothing is evicted.
         memory: bytes that the cache may take, in place of a budget: a number, a text such as "512MiB", or a share of
             the device memory that is free when the cache is made (a float in (0, 1]). Compression of the body rises in
-            steps from 4x to 16x as tokens come. Layers that are not compressed (sliding windows) are not counted.
+            steps from 4x to 16x as tokens come. Sliding windows and recurrent layers are not counted.
         tau, low_tau: shares of a kv head's score, in (0, 1]: the high tier takes no more of the best tokens than hold
             ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.

@@ -31,6 +31,9 @@ class StorageOptions:
         codebook: for "pq": a directory written by `python -m pipelines.train_codebook`, or a loaded codebook.
         positions: "original": keys keep the rotation of their place in the text. "streaming": kept tokens are
             rotated to contiguous positions when they are read, so generation may run past the trained context.
+        sliding: layers whose queries attend to a window of the newest tokens (Gemma, Mistral, Phi-3, Cohere 2):
+            "packed": the window's tokens in 4 bits, sinks and newest exact; "exact": as transformers stores
+            them.
         compression: "off": this cache keeps everything exact, for requests that must not be risked.
     """
 
@@ -44,6 +47,7 @@ class StorageOptions:
     page_tokens: int = PAGE_TOKENS
     codebook: str | Path | CodebookSet | None = None
     positions: str = "original"
+    sliding: str = "packed"
     compression: str = "on"
 
     def check_storage(self) -> None:
@@ -56,6 +60,7 @@ class StorageOptions:
         check_whole("recent_window", self.recent_window, 1)
         check_choice("low_tier", self.low_tier, ("int2", "pq"))
         check_choice("positions", self.positions, ("original", "streaming"))
+        check_choice("sliding", self.sliding, ("packed", "exact"))
         check_choice("compression", self.compression, ("on", "off"))
         for name in ("middle_k_bits", "middle_v_bits", "low_k_bits", "low_v_bits"):
             value = getattr(self, name)

@@ -97,6 +97,15 @@ class Guard:
         self.watches.append(Watch(self, index))
         return self.watches[-1]
 
+    def bystander(self) -> Bystander:
+        """Hooks of a layer that evicts nothing and is not watched, but waits for the others."""
+        return Bystander(self)
+
+    @property
+    def settled(self) -> int:
+        """Columns up to which every layer of the cache has been found in order."""
+        return min((watch.good for watch in self.watches), default=0)
+
     def escalate(self) -> None:
         """Raise everything once a fifth of the heads is raised."""
         heads = [head for watch in self.watches for head in watch.raised]
@@ -182,6 +191,39 @@ class Guard:
         return found
 
 
+class Bystander:
+    """Hooks of a layer that the guard does not watch: it knows how far the others are in order."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+
+    @property
+    def settled(self) -> int:
+        """Columns up to which every watched layer has been found in order."""
+        return self.guard.settled
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {}
+
+    def from_facts(self, facts: Mapping[str, Any]) -> Bystander:
+        """The same."""
+        return self
+
+    def begin(self, layer: CompressedLayer, call: AttentionCall) -> None:
+        """Nothing."""
+
+    def review(self, layer: CompressedLayer, new: int, tokens: BodyTokens, tiers: Tensor) -> Tensor:
+        """The planned tiers [T]."""
+        return tiers
+
+    def end(self, layer: CompressedLayer, new: int) -> None:
+        """Nothing."""
+
+
 class Watch:
     """The guard's eye on one layer.
 
@@ -218,7 +260,7 @@ class Watch:
     @property
     def settled(self) -> int:
         """Columns up to which every layer of the cache has been found in order."""
-        return min(watch.good for watch in self.guard.watches)
+        return self.guard.settled
 
     def begin(self, layer: CompressedLayer, call: AttentionCall) -> None:
         """Follow the cache to the level "full", and remember the newest queries until the end of the call."""

@@ -59,12 +59,15 @@ class AttentionCall(NamedTuple):
         mask: [B or 1, 1 or Hq, Q, S] over columns, bool (True = visible) or additive; None where it hides nothing but
             what is later and what is padding.
         scaling: factor on the scores. softcap: of the scores, or None.
+        window: tokens of its row that a query attends to, itself included; None: all. A mask, if there is one, hides
+            the others already.
     """
 
     query: Tensor
     mask: Tensor | None
     scaling: float
     softcap: float | None = None
+    window: int | None = None
 
     def queries(self, some: slice) -> AttentionCall:
         """The same of some queries, over the same columns."""
@@ -106,12 +109,12 @@ class AttentionCall(NamedTuple):
         return self._replace(query=query, mask=mask)
 
     def _written_out(self, columns: int) -> Tensor:
-        """The mask [B or 1, 1 or Hq, Q, columns], also where nothing but what is later is hidden."""
+        """The mask [B or 1, 1 or Hq, Q, columns], also where nothing but what is later or has left is hidden."""
         if self.mask is not None:
             return self.mask
         steps = self.query.shape[2]
         causal = torch.ones(steps, columns, dtype=torch.bool, device=self.query.device).tril(columns - steps)
-        return causal[None, None]
+        return (causal if self.window is None else causal.triu(columns - steps - self.window + 1))[None, None]
 
 
 def tiered_attention(
@@ -170,10 +173,15 @@ def _at_once(
     heads = full.key.shape[1]
     groups, rows = query_heads // heads, batch * heads
     mask = None if call.mask is None else call.mask.expand(batch, -1, -1, -1)
-    bias = _full_bias(mask, full, first, steps, heads)
+    window = None if mask is not None else call.window
+    bias = _full_bias(mask, full, first, steps, heads, window)
     if bias is not None:
         bias = bias.expand(batch, heads, groups, steps, -1).reshape(rows, groups * steps, -1)
-    biased = parts if mask is None else [_with_bias(part, mask, heads, groups) for part in parts]
+    biased = parts
+    if mask is not None:
+        biased = [_with_bias(part, mask, heads, groups) for part in parts]
+    elif window is not None:
+        biased = [_with_window(part, first, steps, heads, groups, window) for part in parts]
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
     query_weights = None if weights is None else _grouped(weights, groups)
     grouped = (call.query * call.scaling).reshape(rows, groups * steps, dim)  # [R, G x Q, D]
@@ -196,14 +204,17 @@ def _grouped(weights: Tensor, groups: int) -> Tensor:
         return (weights / groups).repeat(groups)
 
 
-def _full_bias(mask: Tensor | None, full: FullTokens, first: int | Tensor, steps: int, heads: int) -> Tensor | None:
+def _full_bias(
+    mask: Tensor | None, full: FullTokens, first: int | Tensor, steps: int, heads: int, window: int | None = None
+) -> Tensor | None:
     """Additive bias [B, H or 1, G or 1, Q, n] of the full-precision tokens, or None if all are visible.
 
     Args:
         mask: [B, 1 or Hq, Q, S] or None = causal.
         full: n tokens. first: slot of the first of ``steps`` queries, in all rows or [B]. heads: kv heads.
+        window: tokens that a query attends to, if there is no mask; None: all.
     """
-    if mask is None and steps == 1 and not full.holes:
+    if mask is None and steps == 1 and not full.holes and window is None:
         return None  # the newest token sees all
     slots = full.slots.long()
     hole = slots < 0
@@ -211,6 +222,8 @@ def _full_bias(mask: Tensor | None, full: FullTokens, first: int | Tensor, steps
         since = first[:, None] if isinstance(first, Tensor) else first
         at = (since + torch.arange(steps, device=slots.device)).view(-1, steps, 1)
         hidden = (slots[:, None, :] > at) | hole[:, None, :]  # [B, Q, n]; stored tokens are older than any query
+        if window is not None:
+            hidden = hidden | (slots[:, None, :] <= at - window)
         return _additive(~hidden[:, None, None]) if bool(hidden.any()) else None
     index = slots.clamp(min=0)[:, None, None, :].expand(-1, mask.shape[1], steps, -1)
     chosen, hole = mask.gather(-1, index), hole[:, None, None, :]
@@ -227,6 +240,15 @@ def _with_bias(part: Part, mask: Tensor, heads: int, groups: int) -> Part:
     else:
         bias = _unless_plain(mask[row // heads, 0, :, slot][:, None])
     return part if bias is None else replace(part, bias=bias.expand(-1, groups, -1).flatten(1))
+
+
+def _with_window(part: Part, first: int | Tensor, steps: int, heads: int, groups: int, window: int) -> Part:
+    """The part with the bias [T, G x Q] that hides what has left the window of ``steps`` queries from ``first`` on."""
+    row, slot = part.tokens.token_row(), part.tokens.slots()
+    start = first[row // heads, None] if isinstance(first, Tensor) else first
+    at = start + torch.arange(steps, device=slot.device)  # [Q] or [T, Q]
+    bias = _unless_plain(slot[:, None] > at - window)
+    return part if bias is None else replace(part, bias=bias[:, None].expand(-1, groups, -1).flatten(1))
 
 
 def _unless_plain(visible: Tensor) -> Tensor | None:

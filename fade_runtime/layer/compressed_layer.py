@@ -70,7 +70,7 @@ class CompressedLayer(StoredLayer):
         self.positions = Positions(
             setup.rotary,
             setup.index,
-            streaming=setup.config.positions == "streaming",
+            streaming=setup.config.positions == "streaming" and setup.window is None,
             plain=setup.codebook is not None,
         )
         self.observer: Observer | None = None
@@ -94,6 +94,7 @@ class CompressedLayer(StoredLayer):
             codebook=setup.codebook,
             profiled=setup.policy.reads_text,
             spill=setup.spill,
+            window=setup.window,
         )
         self.prompts = [0] * len(key_states)
         self.device, self.dtype = key_states.device, key_states.dtype
@@ -113,7 +114,7 @@ class CompressedLayer(StoredLayer):
     def _plan(self, tokens: BodyTokens) -> tuple[Tensor, Tensor | None]:
         """Tiers [T] as policy and budgets want them; scores [T] that decided, or None."""
         scores = None
-        if self.config.ranks:
+        if self.setup.ranks:
             stats = tokens.slots.float() if tokens.attention_stats is None else tokens.attention_stats
             scores = self.scores(stats, tokens.rows, tokens.slots)
         return plan(self.setup, self.tokens, tokens, scores)
@@ -185,8 +186,8 @@ class CompressedLayer(StoredLayer):
         store, kept = self.tokens, self.positions.kept
         before = store.sequences
         new, ids = store.seen - before.seen, position_ids if kept else None
-        step = functools.partial(before.extended, new, mask, ids, keep_positions=kept)
-        store.set_sequences(self.shared.step(before, new, step, mask, ids))
+        step = functools.partial(before.extended, new, mask, ids, keep_positions=kept, window=self.setup.window)
+        store.set_sequences(self.shared.step(before, new, step, mask, ids, kind=self.kind))
         if kept:
             self.positions.take(store)
 
@@ -200,12 +201,22 @@ class CompressedLayer(StoredLayer):
         if not store.compressed:
             return self.positions.full_key(store), store.full.value
         store = store.whole()
-        if store.evicted > sum(map(len, store.back)):
+        if self.setup.window is None and store.evicted > sum(map(len, store.back)):  # a mask hides what left a window
             raise FadeError(
                 f"attention implementation {self.setup.model_config()._attn_implementation!r} cannot skip evicted "
                 "tokens; call cache.attach(), or use FadeConfig.safe()"
             )
         return dense(store, self.positions)
+
+    @property
+    def kind(self) -> int | None:
+        """Layers of one kind get the same masks: those with the same window."""
+        return self.setup.window
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether the mask of the model's calls hides what has left a window."""
+        return self.setup.window is not None
 
     # -- what it is made of --------------------------------------------------------------------------------------
 

@@ -148,8 +148,8 @@ class TieredLayer(CompressedLayer):
         first = running.readers == 1  # later ones share this layer's tokens
         if first:
             self.take_in(mask, position_ids)
-        if mask is not None and self.tokens.sequences.plain:
-            call = call._replace(mask=None)
+        if self.tokens.sequences.plain and (mask is not None or self.setup.window is not None):
+            call = call._replace(mask=None, window=self.setup.window)
         out = self._begin_call(call) if first else None
         if out is None or not (self.tokens.compressed or self._is_prefill):
             out = self._without_stats(module, call, mask, dropout)

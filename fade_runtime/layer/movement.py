@@ -58,12 +58,17 @@ def move(store: TokenStore, due: Tensor, plan: Planner) -> None:
     store.full = store.full.taken(_staying(store, leaves))
     store.moved = torch.where(due, from_recent, torch.tensor(store.moved, device=due.device)).tolist()
     store.evicted += int((tiers == Tier.EVICTED).sum())
+    if store.window is not None:
+        store.oldest = max(min(store.moved) + store.config.recent_window - store.window + 1, 0)
 
 
 def _leaves(store: TokenStore, due: Tensor, from_recent: Tensor) -> Tensor:
-    """[B, n] bool: full-precision tokens of due rows that are neither sinks nor in the window."""
+    """[B, n] bool: full-precision tokens of due rows that are neither sinks nor recent; sinks that left the window."""
     slots = store.full.slots
-    return (slots >= store.config.n_sink) & (slots < from_recent[:, None]) & due[:, None]
+    moves = slots >= store.config.n_sink
+    if store.window is not None:
+        moves = moves | (slots <= (store.sequences.lengths - store.window)[:, None])
+    return moves & (slots >= 0) & (slots < from_recent[:, None]) & due[:, None]
 
 
 def _leaving(store: TokenStore, leaves: Tensor) -> _Leaving:

@@ -9,7 +9,7 @@ from fade_runtime.config import FadeConfig
 from fade_runtime.layer.setup import LayerSetup
 from fade_runtime.layer.store import BodyTokens, TokenStore
 from fade_runtime.policies import Policy, ProfiledTokens
-from fade_runtime.storage.tiers import Budgets, plan_tiers
+from fade_runtime.storage.tiers import Budgets, Tier, plan_tiers
 
 
 def row_budgets(
@@ -77,6 +77,10 @@ def plan(
         [T] int64 tiers; [T] scores that decided, or None if everything goes to one tier.
     """
     config, policy = setup.config, setup.policy
+    if setup.window is not None:
+        lengths = store.sequences.lengths.repeat_interleave(store.heads)
+        left = tokens.slots <= lengths[tokens.rows] - setup.window  # no later query attends to it
+        return torch.where(left, int(Tier.EVICTED), int(Tier.HIGH)), None
     if scores is None:
         return tokens.tiers if config.int4_budget is None else torch.full_like(tokens.tiers, int(config.low)), None
     lengths, heads = store.sequences.lengths, store.heads

@@ -108,7 +108,10 @@ def contiguous(store: TokenStore) -> tuple[Tensor, list[Tensor]]:
 
 
 def dense(store: TokenStore, positions: Positions) -> tuple[Tensor, Tensor]:
-    """All keys and values [B, H, S, D] in the model's dtype, by column, if nothing was evicted; 0 where padding is."""
+    """All keys and values [B, H, S, D] in the model's dtype, by column, if nothing was evicted.
+
+    They are 0 where padding is, and where a token has left its window.
+    """
     full, columns = store.full, store.sequences.columns
     key, value = (t.new_zeros(store.batch, store.heads, store.seen, t.shape[3]) for t in (full.key, full.value))
     for tokens in store.body():

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ class Sequences:
         batch: rows. device: of the tensors.
         real: [B, seen] bool, False where a column is padding; None: no padding so far.
         positions: [B, seen] int32 position id of each column, or None if they are not needed.
-        new: columns of the last call. plain: its mask hid nothing but what is later and what is padding.
+        new: columns of the last call. plain: its mask hid nothing but what is later, padding, and what has
+            left the window of a sliding-window layer.
 
     Example:
         >>> mask = torch.tensor([[[[True, False], [True, False]]], [[[True, False], [True, True]]]])  # right padding
@@ -46,7 +47,13 @@ class Sequences:
     plain: bool = True
 
     def extended(
-        self, new: int, mask: Tensor | None = None, position_ids: Tensor | None = None, *, keep_positions: bool = False
+        self,
+        new: int,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        keep_positions: bool = False,
+        window: int | None = None,
     ) -> Sequences:
         """The same rows with ``new`` columns more.
 
@@ -55,6 +62,7 @@ class Sequences:
                 A column that its own query may not look at is padding.
             position_ids: [B or 1, new], or [n, B or 1, new] with the same ids in each of the n (text among images).
             keep_positions: keep them; None then stands for the columns' own numbers.
+            window: tokens that a query of a sliding-window layer attends to, itself included.
 
         Raises:
             FadeError: a mask of other columns, one that shows what was padding before, or position ids of images.
@@ -69,7 +77,7 @@ class Sequences:
             ids = self._ids(new, position_ids)
             positions = ids if positions is None else torch.cat((positions, ids), dim=1)
         after = Sequences(self.seen + new, self.batch, self.device, real, positions, new)
-        return after if mask is None else replace(after, plain=after._hides_no_more(mask))
+        return after if mask is None else replace(after, plain=after._hides_no_more(mask, window))
 
     def _all(self, columns: int) -> Tensor:
         return torch.ones(self.batch, columns, dtype=torch.bool, device=self.device)
@@ -187,11 +195,15 @@ class Sequences:
         assert self.positions is not None
         return torch.unique(self.by_slot(self.positions).long(), return_inverse=True)
 
-    def _hides_no_more(self, mask: Tensor) -> bool:
-        """Whether a mask [B or 1, 1 or Hq, new, seen] hides nothing but what is later and what is padding."""
+    def _hides_no_more(self, mask: Tensor, window: int | None) -> bool:
+        """Whether a mask [B or 1, 1 or Hq, new, seen] hides nothing but what is later, padding, and beyond a window."""
         if mask.dtype != torch.bool or mask.shape[1] > 1:
             return False
         causal = torch.ones(self.new, self.seen, dtype=torch.bool, device=mask.device).tril(self.seen - self.new)
+        if window is not None:
+            causal = causal.triu(self.seen - self.new - window + 1)
+            if not all(isinstance(self.tokens_of(row), slice) for row in range(self.batch)):
+                return False  # padding among a row's tokens: a window of columns is none of slots
         if self.real is None:
             return bool((mask[:, 0] == causal).all())
         together = max(1, AT_ONCE // causal.numel())
@@ -264,11 +276,7 @@ class Shared:
         """Forget the running call."""
         self.running: int | None = None
         self.before = 0
-        self._value: Sequences | None = None  # of the last step, and what it came from
-        self._before: Callable[[], Any] = _nothing
-        self._tensor: Callable[[], Any] = _nothing
-        self._other: Callable[[], Any] = _nothing
-        self._start: tuple[int, torch.device] | None = None
+        self._steps: dict[int | None, _Step] = {}  # the last one of each kind of layer
 
     def ended(self, layer: int) -> None:
         """A layer has done its part of the running call."""
@@ -282,20 +290,35 @@ class Shared:
         do: Callable[[], Sequences],
         tensor: Tensor | None = None,
         other: Tensor | None = None,
+        kind: int | None = None,
     ) -> Sequences:
-        """What ``do`` gives, once for the same rows, new columns and tensors [...]; at first each layer has its own."""
-        value = self._value
+        """What ``do`` gives, once for the same rows, new columns and tensors [...] of layers of the same kind.
+
+        Args:
+            before: rows before the step; at first each layer has its own. new: columns that it adds.
+            do: makes the rows after it. tensor, other: what it is made of. kind: the layers' window.
+        """
+        last = self._steps.get(kind)
         if (
-            value is None
-            or value.seen != before.seen + new
-            or not (self._before() is before or (before.seen == 0 and self._start == (before.batch, before.device)))
-            or self._tensor() is not tensor
-            or self._other() is not other
+            last is None
+            or last.value.seen != before.seen + new
+            or not (last.before() is before or (before.seen == 0 and last.start == (before.batch, before.device)))
+            or last.tensor() is not tensor
+            or last.other() is not other
         ):
-            value = self._value = do()
-            self._before, self._tensor, self._other = _weak(before), _weak(tensor), _weak(other)
-            self._start = None if before.seen else (before.batch, before.device)
-        return value
+            start = None if before.seen else (before.batch, before.device)
+            last = self._steps[kind] = _Step(do(), _weak(before), _weak(tensor), _weak(other), start)
+        return last.value
+
+
+class _Step(NamedTuple):
+    """A step from one :class:`Sequences` to the next, and what it came from."""
+
+    value: Sequences
+    before: Callable[[], Any]
+    tensor: Callable[[], Any]
+    other: Callable[[], Any]
+    start: tuple[int, torch.device] | None  # batch and device of rows that had no columns
 
 
 def _nothing() -> None:

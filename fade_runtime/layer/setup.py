@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fade_runtime.config import FadeConfig, MemoryController
@@ -25,6 +25,8 @@ class LayerSetup:
         index: of the layer in the model.
         codebook: of the layer, for product quantisation.
         kv_sharers: later layers that read this layer's tokens after it, in each call (Gemma 4, Gemma 3n).
+        window: tokens that a query attends to, itself included, in a sliding-window layer: what has left it goes,
+            nothing is ranked; None: all.
         text: what the cache knows of the words, if its policy asks for it.
         memory: gives the budget, if the target is bytes; shared by the layers.
         spill: where evicted tokens go, or None.
@@ -37,11 +39,21 @@ class LayerSetup:
     index: int = 0
     codebook: LayerCodebook | None = None
     kv_sharers: int = 0
+    window: int | None = None
     text: SeenText | None = None
     memory: MemoryController | None = None
     spill: Spill | None = None
 
     @property
+    def ranks(self) -> bool:
+        """Whether scores decide which tokens are kept."""
+        return self.config.ranks and self.window is None
+
+    @property
     def keeps_stats(self) -> bool:
         """Whether each token has an attention statistic."""
-        return self.config.ranks and self.policy.decay is not None
+        return self.ranks and self.policy.decay is not None
+
+    def sliding(self, window: int) -> LayerSetup:
+        """The same for a layer whose queries attend to a window of so many tokens."""
+        return replace(self, policy=Policy(), codebook=None, text=None, memory=None, spill=None, window=window)

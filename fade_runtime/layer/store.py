@@ -44,6 +44,7 @@ class TokenStore:
         codebook: of the layer, for the PQ tier.
         profiled: whether kv heads have profiles (:meth:`fade_runtime.policies.Policy.profile`).
         spill: where evicted tokens go, or None.
+        window: tokens that a query attends to, itself included; None: all.
 
     Attributes:
         full: full-precision tokens: everything until the first compression, then sinks and newest.
@@ -53,6 +54,7 @@ class TokenStore:
         spilled: evicted tokens that can come back, or None. back: those, in the view that :meth:`whole` gives.
         sequences: which columns are tokens of which row; a token's slot is its place among them.
         moved: the slot up to which each row's tokens have left full precision, sinks excepted.
+        oldest: the first slot of any row whose token is not gone since it left the window.
         seen: columns, padding included.
         evicted: tokens that left and are not back, over all rows.
     """
@@ -67,6 +69,7 @@ class TokenStore:
         codebook: LayerCodebook | None = None,
         profiled: bool = False,
         spill: Spill | None = None,
+        window: int | None = None,
     ) -> None:
         batch, heads, _, dim = key.shape
         if dim % 4 or value.shape[3] % 4:
@@ -92,7 +95,8 @@ class TokenStore:
         self.back: list[StoredTokens] = []
         self.sequences = Sequences(0, batch, key.device)
         self.moved = [0] * batch
-        self.seen = self.evicted = 0
+        self.window = window
+        self.seen = self.evicted = self.oldest = 0
 
     @property
     def batch(self) -> int:
@@ -249,7 +253,8 @@ class TokenStore:
             "LOW": low,
             "PQ": 0 if self.pq is None else len(self.pq),
         }
-        return {**kept, "EVICTED": sum(self.sequences.counts) * self.heads - sum(kept.values())}
+        gone = 0 if self.window is not None else sum(self.sequences.counts) * self.heads - sum(kept.values())
+        return {**kept, "EVICTED": gone}
 
     def body_size(self) -> tuple[int, int]:
         """Tokens of the body and the bytes that they take."""

@@ -24,12 +24,16 @@ class StoredLayer(CacheLayerMixin):
         record_past: hold every call until a crop, or until as many tokens as the window has have come after it.
     """
 
-    is_sliding = False
     is_croppable = True
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.shared = shared
+
+    @property
+    def kind(self) -> int | None:
+        """Layers of one kind get the same masks, and share their rows."""
+        return None
 
     def reset(self) -> None:
         """Forget everything."""
@@ -106,7 +110,7 @@ class StoredLayer(CacheLayerMixin):
         if torch.equal(index, every):
             return
         before = store.sequences
-        store.select(index, self.shared.step(before, 0, lambda: before.selected(index), indices))
+        store.select(index, self.shared.step(before, 0, lambda: before.selected(index), indices, kind=self.kind))
         self.held.select(index)
         same = len(set(self.prompts)) == 1
         self.prompts = self.prompts[:1] * len(index) if same else [self.prompts[row] for row in index.tolist()]

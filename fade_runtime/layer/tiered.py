@@ -61,6 +61,9 @@ def _attend(store: TokenStore, positions: Positions, call: AttentionCall, policy
     """The same over a store whose rows have all gained as many tokens as there are queries."""
     query, full, parts = positions.read(store, call.query)
     steps, mask = query.shape[2], None if call.mask is None else store.sequences.by_slot(call.mask)
+    first, window = store.sequences.first_of(steps), call.window
+    if window is not None and isinstance(first, int) and first + steps - 1 - window < store.oldest:
+        window = None  # no token that is there has left it
     weights = None if policy is None else policy.weights(steps, query.device)
     older = (
         []
@@ -68,10 +71,10 @@ def _attend(store: TokenStore, positions: Positions, call: AttentionCall, policy
         else [store.full.attention_stats, *(tokens.attention_stats for tokens in store.body() if len(tokens))]
     )
     return tiered_attention(
-        call._replace(query=query, mask=mask),
+        call._replace(query=query, mask=mask, window=window),
         full,
         parts,
-        first=store.sequences.first_of(steps),
+        first=first,
         weights=weights,
         into=[stats for stats in older if stats is not None],
         decay=1.0 if policy is None else (policy.decay or 1.0) ** steps,

@@ -177,8 +177,11 @@ def test_family_is_refused_by_name(family: str, words: str) -> None:
 def test_model_of_sliding_windows_only_is_left_alone_with_a_warning() -> None:
     model = FAMILIES["mistral_sliding"]()
     with pytest.warns(RuntimeWarning, match="mistral has no full-attention layer: .* nothing will be compressed"):
-        cache = create_tiered_cache(model)
+        cache = create_tiered_cache(model, FadeConfig(sliding="exact"))
+    assert cache.tiered == cache.own == []
+    cache = create_tiered_cache(model, FadeConfig(recent_window=8))
     assert cache.tiered == []
+    assert all(layer.is_sliding for layer in cache.own)
 
 
 @every_tiered_family

@@ -32,7 +32,9 @@ def test_a_prompt_in_chunks_is_one_prompt(family: str) -> None:
         forward(model, ids[:, at], chunks)
     for at in range(63, 75):
         ours, theirs = (forward(model, ids[:, at : at + 1], cache) for cache in (chunks, whole))
-        torch.testing.assert_close(ours, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=1e-4)
+        # a scale that float16 rounds the other way moves a value by its codes times 2^-12
+        near = 2e-4 if any(layer.is_sliding for layer in whole.own) else 2e-5
+        torch.testing.assert_close(ours, theirs, atol=near * float(theirs.abs().max()), rtol=1e-4)
     assert chunks.memory_report()["tokens"] == whole.memory_report()["tokens"]
 
 

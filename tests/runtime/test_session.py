@@ -156,7 +156,7 @@ def test_every_attribute_comes_back(case: str, tmp_path: Path) -> None:
     feed(model, other, 0, 33, step=33)  # it is used when the session comes
     assert differences(cache.layers, other.layers) != []
     other.load_cache_state_dict(cache.cache_state_dict())
-    for layer in (*cache.tiered, *other.tiered):
+    for layer in (*cache.own, *other.own):
         layer.running = RunningCall()
     assert differences(cache.layers, other.layers) == []
     assert other.memory_report()["resident_bytes"] == reachable_bytes(other)
@@ -226,7 +226,7 @@ def test_a_cache_outlives_none_of_its_references(tiny: Any, tmp_path: Path) -> N
 
 def test_a_layer_of_another_transformers_is_named(tmp_path: Path) -> None:
     model = FAMILIES["gemma3"]()
-    cache = create_tiered_cache(model, FadeConfig(**TIGHT))
+    cache = create_tiered_cache(model, FadeConfig(**TIGHT, sliding="exact"))
     feed(model, cache, 0, 60, step=60)
     state = cache.cache_state_dict()
     attributes = state["facts"]["layers"][1]["attributes"]["dict"]
