@@ -52,6 +52,7 @@ def test_nothing_to_compress_equals_stock(family: str) -> None:
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(stock.logits), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @every_family
 def test_left_padded_row_equals_its_unbatched_run_when_evicting(family: str) -> None:
     model, prompts = FAMILIES[family](), [random_ids(1, length, length) for length in (47, 29)]

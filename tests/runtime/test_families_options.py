@@ -38,6 +38,7 @@ def test_a_prompt_in_chunks_is_one_prompt(family: str) -> None:
     assert chunks.memory_report()["tokens"] == whole.memory_report()["tokens"]
 
 
+@pytest.mark.slow
 @every_family
 @torch.no_grad()
 def test_a_session_goes_on_exactly(family: str) -> None:

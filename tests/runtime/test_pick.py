@@ -77,6 +77,7 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) 
     assert done.stderr.count("no C compiler found; install gcc") == 1
 
 
+@pytest.mark.slow
 def test_importing_the_kernels_imports_no_triton_kernel() -> None:
     code = "import sys, fade_runtime.kernels; print(sorted(m for m in sys.modules if 'kernels.triton' in m))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
