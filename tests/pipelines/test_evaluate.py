@@ -173,6 +173,7 @@ class Failing(Plain):
         return super().read(model, tokens, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["made", "read", "decoded"])
 @pytest.mark.parametrize("speed", ["true", "false"])
 def test_a_peer_that_fails_midway_is_named_and_the_rest_is_written(

@@ -46,6 +46,7 @@ def test_memory_says_what_waits_in_it(
     assert ("evicted tokens that wait in the same memory" in out) == (spill == "host")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:after:RuntimeWarning")
 def test_its_figures_are_logged(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"

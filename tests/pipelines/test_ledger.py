@@ -45,6 +45,7 @@ def test_the_commit_is_gits_and_says_when_files_have_changed(tmp_path: Path) -> 
     assert commit(tmp_path) == head[:10] + "+"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["collect", "select", "decode", "prefill", "guard", "profile"])
 def test_each_benchmark_adds_its_rows_only_when_asked(
     name: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

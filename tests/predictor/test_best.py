@@ -89,6 +89,7 @@ def test_best_is_the_best_validation(traces, tmp_path, capsys, mine):
     assert len(list((tmp_path / "mine").glob("*.ckpt"))) == (18 if mine else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False], ids=["the same folder", "another folder"])
 def test_best_of_a_resumed_run_is_that_of_all_of_it(traces, tmp_path, same):
     """Broken off behind the best validation, which the second part does not reach again."""

@@ -42,6 +42,7 @@ def batches(folder, split):
     return list(module.train_dataloader() if split == "train" else module.val_dataloader())
 
 
+@pytest.mark.slow
 def test_the_bundle_has_the_mean_over_all_rows(fitted, traces):
     bundle, score = load_bundle(fitted / "best"), partial(token_scores, TokenMLP())
     assert bundle.budgets is not None

@@ -256,6 +256,7 @@ def test_mlp_learns_what_the_closed_form_cannot_know(make_batch):
     assert {MONITOR, "val/heuristic/ema/recovery_at_0.125", "val/gap_closed_at_0.5"} <= set(trainer.callback_metrics)
 
 
+@pytest.mark.slow
 def test_cnn_learns_a_march_that_the_average_misses(make_batch):
     """Attention moves on by one block: the future of a block is the past of the block before it."""
     seed_everything(0, verbose=False)

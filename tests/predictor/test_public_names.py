@@ -29,6 +29,7 @@ def test_public_names_exist(package: str) -> None:
         module.nothing  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "loaded"),
     [

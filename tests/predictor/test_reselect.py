@@ -178,6 +178,7 @@ def test_what_cannot_re_select_is_refused_by_name(batch):
         ReselectMetrics(every=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "net",
     [EmaBank(hidden=8), EmaBank(hidden=8, layers=1, kv_heads=2), BlockCNN(window=8, channels=(4, 4))],

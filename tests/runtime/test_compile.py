@@ -75,6 +75,7 @@ def test_a_compiled_model_gives_what_the_eager_one_gives(way: str, name: str, at
         assert cache.monitor.report()["shadow"] == stock.monitor.report()["shadow"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["forward", pytest.param("in place", marks=pytest.mark.slow)])
 def test_generate_of_a_compiled_model(way: str) -> None:
     outs = []

@@ -59,6 +59,7 @@ def _padded(*prompts: Tensor) -> tuple[Tensor, Tensor]:
     return ids, (ids != 257).long()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["position", "h2o", "ema"])
 @pytest.mark.parametrize("lengths", [(9, 60), *slow((61, 40), (61, 5))], ids=str)
 def test_left_padded_row_equals_its_unbatched_run_when_compressed(

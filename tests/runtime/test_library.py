@@ -288,6 +288,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGED)
 def test_a_library_of_other_structures_is_refused(
     what: str, folder: Path, tmp_path: Path, compiler: Callable[..., Path]

@@ -47,6 +47,7 @@ def test_full_bytes_are_those_of_a_stock_cache(model: Any) -> None:
     assert cache.memory_report()["full_bytes"] == expected
 
 
+@pytest.mark.slow
 def test_memory_is_flat_at_a_fixed_budget(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model(num_hidden_layers=1)
     cache = create_tiered_cache(model, FadeConfig(n_sink=2, recent_window=8, int4_budget=40, reassign_every=8))

@@ -48,6 +48,7 @@ def test_the_least_step_that_fits_and_never_above_the_limit(
     assert (STEPS[0], STEPS[-1]) == (LEAST, MOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["position", *slow("h2o")])
 def test_it_stays_below_the_target_and_rises_in_steps(model: Any, policy: str) -> None:
     """From 4x to 9x on a text that grows; at each moment the bytes are those of the memory report."""

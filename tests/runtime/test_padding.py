@@ -98,6 +98,7 @@ def assert_rows_are_as_alone(
                 assert stored(both.cache, layer, row, head) == stored(one.cache, layer, 0, head), (row, layer, head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", *slow("right", "inside", "anywhere")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_row_ends_as_alone_over_several_turns(kind: str, side: str, tmp_path: Path) -> None:

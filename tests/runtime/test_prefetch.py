@@ -109,6 +109,7 @@ def fetching(model: Any, rows: list[int] | None = None, **options: Any) -> tuple
     return torch.cat(steps, 1), cache.monitor.report()
 
 
+@pytest.mark.slow
 def test_logits_do_not_depend_on_how_fast_the_disk_is(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

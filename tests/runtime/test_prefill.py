@@ -12,6 +12,7 @@ from tests.conftest import slow
 from tests.runtime.caches import reachable_bytes, save_bundle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"positions": "streaming"}], ids=str)
 @pytest.mark.parametrize("policy", ["position", "h2o", "ema", "learned"])
 @pytest.mark.parametrize("chunk", [7, *slow(40)])

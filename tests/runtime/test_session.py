@@ -135,6 +135,7 @@ def resumed(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return {case: (got[case], logits) for case, logits in expected.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_another_process_goes_on_with_exactly_the_same_logits(
     case: str, resumed: dict[str, tuple[Tensor, Tensor]]

@@ -55,6 +55,7 @@ def kl(full: Tensor, ours: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps", [[70, *[1] * 60], [9, *[1] * 80], [50, 13, 2, 30, *[1] * 20]], ids=["decode", "grow", "chunks"]
 )

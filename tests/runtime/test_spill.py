@@ -163,6 +163,7 @@ def test_a_directory_that_goes_away_loses_nothing(tmp_path: Path) -> None:
         assert not held.add([tokens([64])])
 
 
+@pytest.mark.slow
 def test_a_host_without_memory_loses_nothing() -> None:
     script = """
         import resource, warnings

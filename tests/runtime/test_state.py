@@ -62,6 +62,7 @@ def test_a_reset_cache_is_a_new_one(kind: str, tmp_path: Path) -> None:
     assert differences(vars(used), vars(new), but=BUT) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *STATEFUL])
 @pytest.mark.parametrize("way", ["session", *slow("copy")])
 def test_a_session_and_a_copy_hold_all_that_is_state(kind: str, way: str, tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_a_call_that_fails_in_a_layer_is_taken_back_or_named(
         assert not (named and (before == 0 or (kind == "int4" and size < 6))), "nothing of these is final"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h2o", *slow("int4", "learned", "guard", "streaming", "recorded")])
 def test_an_interrupt_at_any_line_is_taken_back_or_named(kind: str, tmp_path: Path) -> None:
     model = make_tiny_model()
