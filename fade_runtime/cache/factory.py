@@ -147,12 +147,9 @@ def _packed_window(layer: Any, config: FadeConfig) -> int | None:
 
 def _say_what_stays(name: str, stock: Sequence[Any], config: FadeConfig) -> None:
     """Warn of windows that are too short to be packed, and of a model none of whose layers is compressed."""
-    windows = [hf.window_of(layer) for layer in stock] if config.sliding == "packed" else []
-    short = {
-        index: window
-        for index, (window, layer) in enumerate(zip(windows, stock))
-        if window and not _packed_window(layer, config)
-    }
+    windows = {index: window for index, layer in enumerate(stock) if (window := hf.window_of(layer)) is not None}
+    packed = [hf.can_tier(layer) or _packed_window(layer, config) is not None for layer in stock]
+    short = {index: window for index, window in windows.items() if config.sliding == "packed" and not packed[index]}
     if short:
         warnings.warn(
             f"{name}: the window of layers {', '.join(map(str, short))} is {min(short.values())} tokens, and n_sink "
@@ -161,7 +158,7 @@ def _say_what_stays(name: str, stock: Sequence[Any], config: FadeConfig) -> None
             RuntimeWarning,
             stacklevel=3,
         )
-    elif not any(hf.can_tier(layer) or _packed_window(layer, config) for layer in stock):
+    elif not any(packed):
         warnings.warn(
             f"{name} has no full-attention layer: its sliding-window layers stay transformers' own, nothing will be "
             "compressed",

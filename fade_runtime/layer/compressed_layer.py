@@ -157,7 +157,7 @@ class CompressedLayer(StoredLayer):
             self.take_in(None, None)
         self.final, self.whole = self.seen, False
         rows = torch.tensor([True] * store.batch if due is None else due, device=self.device)
-        move(store, rows, functools.partial(self._reviewed_plan, rows, new))
+        move(store, rows, functools.partial(self.reviewed_plan, rows, new))
         if self.memory is not None:
             self.memory.note(self.index, *store.body_size())
         self.whole = whole
@@ -167,7 +167,7 @@ class CompressedLayer(StoredLayer):
             self.observer(self, 1e3 * (time.perf_counter() - started))
             self.last_plan = None
 
-    def _reviewed_plan(self, due: Tensor, new: int, tokens: BodyTokens) -> Tensor:
+    def reviewed_plan(self, due: Tensor, new: int, tokens: BodyTokens) -> Tensor:
         """Tiers [T] of body tokens by score and budget, after the guard has seen what is to be evicted."""
         tiers, scores = self._plan(tokens)
         tiers = torch.where(due[tokens.rows // self.tokens.heads], tiers, tokens.tiers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fade_runtime.config import FadeConfig, MemoryController
@@ -30,6 +30,8 @@ class LayerSetup:
         text: what the cache knows of the words, if its policy asks for it.
         memory: gives the budget, if the target is bytes; shared by the layers.
         spill: where evicted tokens go, or None.
+        ranks: whether scores decide which tokens are kept.
+        keeps_stats: whether each token has an attention statistic.
     """
 
     config: FadeConfig
@@ -43,16 +45,14 @@ class LayerSetup:
     text: SeenText | None = None
     memory: MemoryController | None = None
     spill: Spill | None = None
+    ranks: bool = field(init=False)
+    keeps_stats: bool = field(init=False)
 
-    @property
-    def ranks(self) -> bool:
-        """Whether scores decide which tokens are kept."""
-        return self.config.ranks and self.window is None
-
-    @property
-    def keeps_stats(self) -> bool:
-        """Whether each token has an attention statistic."""
-        return self.ranks and self.policy.decay is not None
+    def __post_init__(self) -> None:
+        """Say once what each layer asks in each step."""
+        ranks = self.config.ranks and self.window is None
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "keeps_stats", ranks and self.policy.decay is not None)
 
     def sliding(self, window: int) -> LayerSetup:
         """The same for a layer whose queries attend to a window of so many tokens."""

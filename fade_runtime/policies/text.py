@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import AutoTokenizer
 
 from predictor.errors import FadeError
 
@@ -170,8 +171,6 @@ def find_tokenizer(model: Any, given: Any = None) -> Any:
     """
     if given is not None and not isinstance(given, str | Path):
         return given
-    from transformers import AutoTokenizer
-
     where = given or getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
     if not where:
         raise FadeError(
