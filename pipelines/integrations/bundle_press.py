@@ -113,8 +113,9 @@ class BundlePress(ScorerPress):
         queries = rotate(get_prerope_query_states(module, hidden_states), table(length))
         slots = torch.arange(length, device=keys.device)
         scaling, layer = float(module.scaling), module.layer_idx
-        states = [self.policy.start(Prompt(*row, scaling, table, layer)) for row in zip(queries, keys, values)]
-        scores = torch.stack([self.policy.score(state, slots, length, length) for state in states])
+        prompts = [Prompt(query, key, value, scaling, table, layer) for query, key, value in zip(queries, keys, values)]
+        stats = [self.policy.start(prompt) for prompt in prompts]
+        scores = torch.stack([self.policy.score(each, slots, length, length) for each in stats])
         scores[..., : self.config.n_sink] = torch.finfo(scores.dtype).max
         scores[..., length - self.config.recent_window :] = torch.finfo(scores.dtype).max
         return scores
