@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data.gguf import forget_quantiser, is_gguf, refuse_missing_readers
 from predictor.errors import FadeError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_lm(name: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a directory, or from the hub by id.
+    """Load a causal language model and its tokenizer from a directory or a GGUF file, or from the hub by id.
 
     Weights are copied off the memory map that safetensors leaves them on, without which decoding on a CPU crawls.
 
     Args:
-        name: a model directory, or a hub id such as ``"org/name"``.
+        name: a model directory, a GGUF file, or a hub id such as ``"org/name"``.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
 
     Returns:
         The model, in eval mode and on the CPU, and its tokenizer.
 
     Raises:
-        FadeError: unknown dtype; a directory that is missing or is not a model's; an id the hub does not give.
+        FadeError: unknown dtype; a directory or file that is missing or is not a model's; an id the hub does not give.
     """
     from transformers import AutoModelForCausalLM  # heavy: only where a model is loaded
 
@@ -33,6 +35,9 @@ def load_lm(name: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
         raise FadeError(f"dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
     tokenizer = load_tokenizer(name)
     model = _load(AutoModelForCausalLM, name, dtype=DTYPES[dtype])
+    if is_gguf(name):
+        forget_quantiser(model)
+        model.config.name_or_path = str(name)
     copy_off_memory_map(model)
     return model.eval(), tokenizer
 
@@ -44,7 +49,7 @@ def copy_off_memory_map(model: Any) -> None:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """Load the tokenizer of a model directory or hub id.
+    """Load the tokenizer of a model directory, GGUF file or hub id.
 
     Raises:
         FadeError: a directory that is missing or has none; an id the hub does not give.
@@ -81,14 +86,19 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _load(loader: Any, name: str | Path, **options: Any) -> Any:
-    local = Path(name).is_dir()
-    if not local and not is_hub_id(str(name)):
+    path, local = Path(name), Path(name).exists()
+    if not local and (is_gguf(name) or not is_hub_id(str(name))):
         raise FadeError(
-            f"model directory {name} does not exist; make the demo's with: python -m pipelines.demo_model, "
-            "or name a directory or a hub id"
+            f"model {name} does not exist; name a directory, a GGUF file or a hub id, or make the demo's with: "
+            "python -m pipelines.demo_model"
         )
+    place: str | Path = name
+    if local and is_gguf(path):
+        refuse_missing_readers()
+        logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
+        place, options = path.parent, {**options, "gguf_file": path.name}
     try:
-        return loader.from_pretrained(name, local_files_only=local, **options)
+        return loader.from_pretrained(place, local_files_only=local, **options)
     except Exception as error:  # transformers, safetensors and the hub client raise many kinds
         reason = first_line(error)
         remedy = "make it again, or name another" if local else "check the id and the connection"

