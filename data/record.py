@@ -19,13 +19,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from data.trace import Row
-from predictor import rope
+from predictor import learned_sinks, rope
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, attention_rows, floored_log, h2o_mass, pool_blocks, prefill_features
 from predictor.twin import dense_twin
 
 NAME = "fade_record"
-_CHANGES_SCORES = ("s_aux", "softcap", "position_bias")  # arguments that would make the recorded rows wrong
+_CHANGES_SCORES = ("softcap", "position_bias")  # arguments that would make the recorded rows wrong
 
 
 class AttentionRecorder:
@@ -45,19 +45,22 @@ class AttentionRecorder:
         self.prompt, self.spec, self.table, self.h2o = prompt, spec, table, h2o
         self.rows: list[Row] = []
 
-    def observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+    def observe(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None = None
+    ) -> None:
         """Record one layer.
 
         Args:
             layer: its index.
             query: [Hq, S + T, D] rotated. key, value: [H, S + T, D]. scaling: factor on the scores.
+            sinks: [Hq] learned sinks, or None.
         """
         slots, steps = self.prompt, query.shape[1] - self.prompt
         # the prompt's features are computed from the prompt alone: nothing after it can leak in
         past = query[:, :slots], key[:, :slots], value[:, :slots]
         table = self.table(layer)
-        seen = prefill_features(*past, scaling=scaling, table=table, spec=self.spec, layer=layer)
-        future = attention_rows(query[:, slots:], key, scaling, first=slots)  # [H, T, S + T]
+        seen = prefill_features(*past, scaling=scaling, table=table, spec=self.spec, layer=layer, sinks=sinks)
+        future = attention_rows(query[:, slots:], key, scaling, slots, sinks)  # [H, T, S + T]
         mean, peak = pool_blocks(future, self.spec.block)
         columns = {
             "tokens": seen.tokens,
@@ -72,7 +75,7 @@ class AttentionRecorder:
             columns |= {"key": seen.hidden.key, "value": seen.hidden.value}
         if self.h2o:
             visible = torch.arange(slots, 0, -1, device=key.device)
-            columns["h2o"] = floored_log(h2o_mass(past[0], past[1], scaling) / visible)
+            columns["h2o"] = floored_log(h2o_mass(past[0], past[1], scaling, sinks=sinks) / visible)
         arrays: dict[str, np.ndarray] = {name: x.half().cpu().numpy() for name, x in columns.items()}
         for head in range(key.shape[0]):
             row: Row = {"layer": layer, "head": head, "length": slots, "steps": steps}
@@ -151,6 +154,7 @@ def recorded_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     fade_recorder: AttentionRecorder | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as SDPA does and show it to the recorder.
@@ -159,7 +163,7 @@ def recorded_attention(
         module: the attention layer.
         query: [1, Hq, L, D] rotated. key, value: [1, H, L, D]. attention_mask: [1, 1, L, L], or None for causal.
         dropout, scaling, kwargs: as transformers' SDPA function takes them.
-        fade_recorder: gets the layer's tensors.
+        fade_recorder: gets the layer's tensors. s_aux: [Hq] learned sinks, or None.
 
     Returns:
         output [1, L, Hq, D], and None for the attention weights.
@@ -167,12 +171,17 @@ def recorded_attention(
     Raises:
         FadeError: attention that a trace cannot describe.
     """
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     if fade_recorder is not None:
         layer: Any = module.layer_idx
         _refuse_unknown(layer, query, value, attention_mask, kwargs)
-        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        fade_recorder.observe(layer, query[0], key[0], value[0], factor)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        fade_recorder.observe(layer, query[0], key[0], value[0], factor, s_aux)
+
+    def sdpa(*tokens: Tensor | None) -> Tensor:
+        return sdpa_attention_forward(module, *tokens, dropout, factor, **kwargs)[0]
+
+    tokens = query, key, value, attention_mask
+    return sdpa(*tokens) if s_aux is None else learned_sinks.attend(sdpa, *tokens, factor, s_aux), None
 
 
 def _refuse_unknown(layer: int, query: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import logsigmoid, pad
 
-from predictor import rope, scores
+from predictor import learned_sinks, rope, scores
 from predictor.errors import FadeError
 
 FEATURES = ("log_ema", "log_ea", "log_mean", "log_max", "log_last", "log_snap", "key_norm", "value_norm", "age")
@@ -117,7 +117,7 @@ class PrefillFeatures:
     heads: Tensor | None = None
 
 
-def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Tensor:
+def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int, sinks: Tensor | None = None) -> Tensor:
     """Causal attention of some queries, averaged over the query heads of each kv head.
 
     Args:
@@ -125,9 +125,10 @@ def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Te
         key: [H, S, D] with ``first + Q <= S``.
         scaling: factor on the scores.
         first: slot of the first query.
+        sinks: [Hq] learned sinks of :mod:`predictor.learned_sinks`, or None.
 
     Returns:
-        [H, Q, S] float32; each row sums to 1.
+        [H, Q, S] float32; each row sums to 1, to less where there are sinks.
 
     Example:
         >>> rows = attention_rows(torch.randn(4, 3, 8), torch.randn(2, 10, 8), 8**-0.5, first=7)
@@ -140,16 +141,22 @@ def attention_rows(query: Tensor, key: Tensor, scaling: float, first: int) -> Te
     at = torch.arange(slots, device=key.device)
     hidden = at > (first + torch.arange(steps, device=key.device))[:, None]  # [Q, S]
     scored = scored.view(heads, groups, steps, slots).masked_fill(hidden, -math.inf)
-    return scored.softmax(-1).mean(1)
+    return learned_sinks.softmax(scored, _by_group(sinks, heads)).mean(1)
+
+
+def _by_group(sinks: Tensor | None, heads: int) -> Tensor | None:
+    """[Hq] as [H, G, 1] float32, for scores [H, G, Q, S]."""
+    return None if sinks is None else sinks.float().view(heads, -1, 1)
 
 
 def causal_probabilities(
-    query: Tensor, key: Tensor, scaling: float, chunk: int = 64
+    query: Tensor, key: Tensor, scaling: float, chunk: int = 64, sinks: Tensor | None = None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Causal attention of all queries of a prompt, a chunk at a time, in one buffer that is used again.
 
     Args:
         query: [Hq, S, D]. key: [H, S, D]. scaling: factor on the scores. chunk: queries at a time.
+        sinks: [Hq] learned sinks, or None.
 
     Yields:
         first and last slot + 1 of the queries, and their attention [H, G x steps, last] float32, to be used at once.
@@ -167,34 +174,38 @@ def causal_probabilities(
         scored = scored.float()
         later = torch.ones(steps, steps, dtype=torch.bool, device=key.device).triu(1)
         # only the newest columns can be hidden
-        scored.view(heads, groups, steps, seen)[..., first:].masked_fill_(later, -math.inf)
-        yield first, seen, torch.softmax(scored, -1, out=scored)
+        by_group = scored.view(heads, groups, steps, seen)
+        by_group[..., first:].masked_fill_(later, -math.inf)
+        learned_sinks.softmax(by_group, _by_group(sinks, heads), out=by_group)
+        yield first, seen, scored
 
 
 @torch.no_grad()
-def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 64) -> Tensor:
+def h2o_mass(query: Tensor, key: Tensor, scaling: float, chunk: int = 64, sinks: Tensor | None = None) -> Tensor:
     """Attention that each token received from all queries of the prompt, in chunks of queries.
 
     Args:
         query: [Hq, S, D]. key: [H, S, D]. scaling: factor on the scores. chunk: queries at a time.
+        sinks: [Hq] learned sinks, or None.
 
     Returns:
         [H, S] float32, averaged over the query heads; slot j was visible to S - j queries.
     """
     mass = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
-    for _, seen, probabilities in causal_probabilities(query, key, scaling, chunk):
+    for _, seen, probabilities in causal_probabilities(query, key, scaling, chunk, sinks):
         mass[:, :seen] += probabilities.sum(1)
     return mass * len(key) / len(query)
 
 
 @torch.no_grad()
 def attention_and_mass(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, chunk: int = 64
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, chunk: int = 64, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a whole prompt, and what :func:`h2o_mass` gives, in one pass.
 
     Args:
         query: [Hq, S, D]. key: [H, S, D]. value: [H, S, Dv]. scaling: factor on the scores. chunk: queries at a time.
+        sinks: [Hq] learned sinks, or None.
 
     Returns:
         output [Hq, S, Dv] in the dtype of the values; mass [H, S] float32.
@@ -210,7 +221,7 @@ def attention_and_mass(
     heads, slots = key.shape[:2]
     out = value.new_empty(heads, len(query) // heads, slots, value.shape[2])
     mass = torch.zeros(heads, slots, dtype=torch.float32, device=key.device)
-    for first, seen, probabilities in causal_probabilities(query, key, scaling, chunk):
+    for first, seen, probabilities in causal_probabilities(query, key, scaling, chunk, sinks):
         got = torch.bmm(probabilities.to(value.dtype), value[:, :seen])  # [H, G x steps, Dv]
         out[:, :, first:seen] = got.unflatten(1, (out.shape[1], -1))
         mass[:, :seen] += probabilities.sum(1)
@@ -243,15 +254,23 @@ def pool_blocks(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1) / block_sizes(slots, block).to(rows), blocks.amax(-1)
 
 
-def expected_attention(query: Tensor, key: Tensor, scaling: float, table: rope.Table | None, horizon: int) -> Tensor:
+def expected_attention(
+    query: Tensor,
+    key: Tensor,
+    scaling: float,
+    table: rope.Table | None,
+    horizon: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention that queries of the next ``horizon`` steps are expected to give each token of the prompt.
 
     Un-rotated queries are taken as normal, with the prompt's mean and covariance; the rotation is averaged over
-    the coming positions; the expectation of ``exp(score)`` is then closed-form, and is normalised over tokens.
+    the coming positions; the expectation of ``exp(score)`` is then closed-form, and is normalised over tokens and sink.
 
     Args:
         query: [Hq, S, D] rotated queries of the whole prompt. key: [H, S, D] rotated keys. scaling: score factor.
         table: rotary table of slots 0 .. S + horizon - 1, or None for models without rotation.
+        sinks: [Hq] learned sinks, or None.
 
     Returns:
         log of the expected probability, [H, S] float32, averaged (as probabilities) over the query group.
@@ -274,7 +293,11 @@ def expected_attention(query: Tensor, key: Tensor, scaling: float, table: rope.T
     keys = key.float() * scaling
     mean, cov = mean.view(heads, -1, mean.shape[-1]), cov.view(heads, -1, *cov.shape[1:])
     spread = torch.matmul(keys[:, None], cov).mul_(keys[:, None]).sum(-1)  # [H, G, S]
-    log_probability = (torch.matmul(mean, keys.transpose(1, 2)) + spread / 2).log_softmax(-1)
+    expected = torch.matmul(mean, keys.transpose(1, 2)) + spread / 2
+    log_probability = expected.log_softmax(-1)
+    if sinks is not None:
+        share = expected.logsumexp(-1, keepdim=True) - sinks.float().view(heads, -1, 1)
+        log_probability = log_probability + logsigmoid(share)
     return log_probability.logsumexp(1) - math.log(log_probability.shape[1])
 
 
@@ -297,6 +320,7 @@ def prefill_features(
     table: rope.Table | None,
     spec: FeatureSpec,
     layer: int = 0,
+    sinks: Tensor | None = None,
 ) -> PrefillFeatures:
     """Compute what a predictor sees at the end of a prompt.
 
@@ -304,7 +328,7 @@ def prefill_features(
         query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
         table: rotary table of slots 0 .. S + horizon - 1 (``rope.Rotary.table``), or None without rotation.
         spec: window, block, decay and horizon. A prompt shorter than the window repeats its first row.
-        layer: index in the model.
+        layer: index in the model. sinks: [Hq] learned sinks, or None.
 
     Returns:
         Features of S tokens; nothing in them depends on anything after the prompt.
@@ -318,13 +342,13 @@ def prefill_features(
     """
     slots = key.shape[1]
     window = min(spec.window, slots)
-    rows = attention_rows(query[:, -window:], key, scaling, first=slots - window)
+    rows = attention_rows(query[:, -window:], key, scaling, slots - window, sinks)
     if window < spec.window:
         rows = torch.cat((rows[:, :1].expand(-1, spec.window - window, -1), rows), dim=1)
     age = torch.arange(slots, 0, -1, device=key.device, dtype=torch.float32)
     columns = {
         "log_ema": floored_log(scores.ema(rows, spec.ema_decay)),
-        "log_ea": expected_attention(query, key, scaling, table, spec.horizon).clamp(min=math.log(FLOOR)),
+        "log_ea": expected_attention(query, key, scaling, table, spec.horizon, sinks).clamp(min=math.log(FLOOR)),
         "log_mean": floored_log(rows.mean(1)),
         "log_max": floored_log(rows.amax(1)),
         "log_last": floored_log(rows[:, -LAST_ROWS:].mean(1)),

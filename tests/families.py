@@ -58,6 +58,7 @@ GATED_DELTA = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=8,
 )
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=256, truncate=False)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
@@ -75,6 +76,16 @@ def _gemma4(layers: list[str], **options: Any) -> Callable[..., Any]:
         hidden_size_per_layer_input=8,
         **{"num_kv_shared_layers": 0, **options},
     )
+
+
+def _with_sinks(names: str, **options: Any) -> Any:
+    """Learned sinks that take a large share in some heads and next to none in others."""
+    model = _make(names, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".sinks"):
+                parameter.normal_(mean=1.0, std=2.0)
+    return model
 
 
 FAMILIES: dict[str, Callable[..., Any]] = {
@@ -146,12 +157,7 @@ NO_HEAD_DIM = tuple(key for key in COMMON if key != "head_dim")
 # Families that the tiered cache says no to.
 REFUSED: dict[str, Callable[..., Any]] = {
     "gpt_oss": partial(
-        _make,
-        "GptOss",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        layer_types=["full_attention", "sliding_attention"],
-        sliding_window=24,
+        _with_sinks, "GptOss", num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN, **MIXED
     ),
     "deepseek_v2": partial(_make, "DeepseekV2", NO_HEAD_DIM, **LATENT),
     "deepseek_v3": partial(_make, "DeepseekV3", NO_HEAD_DIM, **LATENT),

@@ -12,20 +12,21 @@ import pytest
 import torch
 import transformers
 
-from data.record import AttentionRecorder, record_forward, recorded_attention
+from data.record import AttentionRecorder, record_forward, recorded_attention, recording_twin
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, expected_attention
 from predictor.rope import find_rotary
 from tests.data.drawn import tokens_of
-from tests.families import FAMILIES
+from tests.families import FAMILIES, REFUSED
 
 
 def eager_rows(model: Any, tokens: torch.Tensor, heads: int) -> np.ndarray:
     """[L, H, S + T, S + T] float64 attention of stock transformers, averaged over each kv head's queries."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad():
         maps = torch.stack(model(tokens[None], output_attentions=True).attentions)[:, 0].double()
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(before)
     return maps.unflatten(1, (heads, -1)).mean(2).numpy()
 
 
@@ -50,7 +51,7 @@ def test_recorded_keys_are_those_before_the_rotation(kind: str, prompt: int, tin
     assert "key" not in record_forward(model, tokens, prompt, FeatureSpec(window=8))[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize(("prompt", "steps", "window", "block"), [(37, 5, 8, 16), (111, 29, 17, 7), (64, 16, 63, 16)])
 def test_rows_are_what_stock_eager_attention_shows(
     kind: str, prompt: int, steps: int, window: int, block: int, tiny_model: Callable[..., Any]
@@ -60,6 +61,8 @@ def test_rows_are_what_stock_eager_attention_shows(
         config = transformers.GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config).eval()
+    elif kind == "gpt_oss":  # learned sinks: no row sums to 1
+        model = REFUSED[kind](num_hidden_layers=2, layer_types=["full_attention"] * 2)
     else:
         model = tiny_model(kind)
     spec = FeatureSpec(window=window, block=block, horizon=steps)
@@ -165,7 +168,15 @@ def test_documents_that_are_too_short_are_refused(count: int, prompt: int, words
         record_forward(model, tokens_of(count), prompt, FeatureSpec(window=8))
 
 
-@pytest.mark.parametrize("name", ["s_aux", "softcap", "position_bias"])
+@pytest.mark.parametrize("length", [1, 2, 50])
+def test_a_recorded_model_with_learned_sinks_computes_what_eager_attention_does(length: int) -> None:
+    model, tokens = REFUSED["gpt_oss"](), tokens_of(length)[None]
+    with torch.no_grad():
+        expected, ours = model(tokens).logits, recording_twin(model)(tokens).logits
+    torch.testing.assert_close(ours, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["softcap", "position_bias"])
 def test_what_changes_scores_is_refused_by_name(name: str, model: Any) -> None:
     query, key = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
     module = model.model.layers[1].self_attn
@@ -196,7 +207,7 @@ def test_each_layer_is_recorded_with_its_own_rotation(monkeypatch: pytest.Monkey
         monkeypatch.undo()
         rotary = find_rotary(model)
         assert rotary is not None
-        for layer, query, key, _, scaling in seen:
+        for layer, query, key, _, scaling, _ in seen:
             past = query[:, :20], key[:, :20], scaling
             tables = (rotary.table(slots, at) for at in (layer, (layer + 1) % 4))
             own, other = (expected_attention(*past, table, 16) for table in tables)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from predictor import features, rope
 from predictor.errors import FadeError
-from predictor.features import FEATURES, FeatureSpec, attention_rows, block_sizes, h2o_mass, pool_blocks
+from predictor.features import (
+    FEATURES,
+    FeatureSpec,
+    attention_and_mass,
+    attention_rows,
+    block_sizes,
+    h2o_mass,
+    pool_blocks,
+)
 
 SHAPES = [(4, 2, 37), (9, 3, 130), (2, 2, 1), (8, 1, 65)]  # query heads, kv heads, tokens
 
@@ -24,27 +32,45 @@ def _qkv(query_heads: int, heads: int, slots: int, dim: int = 16) -> tuple[Tenso
     )
 
 
-def _probabilities(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+def _probabilities(query: Tensor, key: Tensor, scaling: float, sinks: Tensor | None = None) -> Tensor:
     """Brute force, one query and one head at a time: [H, S, S], averaged over the group."""
+    sinks = torch.full((len(query),), -math.inf) if sinks is None else sinks
     groups = query.shape[0] // key.shape[0]
     out = torch.zeros(key.shape[0], query.shape[1], key.shape[1])
     for head in range(query.shape[0]):
         for at in range(query.shape[1]):
             scores = key[head // groups, : at + 1] @ query[head, at] * scaling
-            out[head // groups, at, : at + 1] += scores.softmax(0) / groups
+            out[head // groups, at, : at + 1] += torch.cat((scores, sinks[head, None])).softmax(0)[:-1] / groups
     return out
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_and_mass_equal_brute_force(shape: tuple[int, int, int]) -> None:
-    query, key, _ = _qkv(*shape)
-    expected = _probabilities(query, key, 0.3)
-    torch.testing.assert_close(attention_rows(query, key, 0.3, first=0), expected, atol=1e-5, rtol=1e-4)
+def test_rows_and_mass_equal_brute_force(shape: tuple[int, int, int], with_sinks: bool) -> None:
+    query, key, value = _qkv(*shape)
+    sinks = 2 * torch.randn(shape[0]) if with_sinks else None
+    expected = _probabilities(query, key, 0.3, sinks)
+    torch.testing.assert_close(attention_rows(query, key, 0.3, 0, sinks), expected, atol=1e-5, rtol=1e-4)
     last = min(5, shape[2])
-    rows = attention_rows(query[:, -last:], key, 0.3, first=shape[2] - last)
+    rows = attention_rows(query[:, -last:], key, 0.3, shape[2] - last, sinks)
     torch.testing.assert_close(rows, expected[:, -last:], atol=1e-5, rtol=1e-4)
     for chunk in (7, 64):
-        torch.testing.assert_close(h2o_mass(query, key, 0.3, chunk), expected.sum(1), atol=1e-4, rtol=1e-4)
+        mass = h2o_mass(query, key, 0.3, chunk, sinks)
+        torch.testing.assert_close(mass, expected.sum(1), atol=1e-4, rtol=1e-4)
+        assert torch.equal(attention_and_mass(query, key, value, 0.3, chunk, sinks)[1], mass)
+
+
+def test_sinks_of_minus_infinity_are_none() -> None:
+    query, key, value = _qkv(6, 2, 33)
+    none, table, spec = torch.full((6,), -math.inf), None, FeatureSpec(window=8)
+    seen, alike = (
+        features.prefill_features(query, key, value, scaling=0.3, table=table, spec=spec, sinks=sinks)
+        for sinks in (None, none)
+    )
+    assert torch.equal(seen.tokens, alike.tokens)
+    assert torch.equal(
+        attention_and_mass(query, key, value, 0.3)[0], attention_and_mass(query, key, value, 0.3, sinks=none)[0]
+    )
 
 
 @given(st.integers(1, 70), st.integers(1, 20))
@@ -57,19 +83,21 @@ def test_blocks_pool_their_real_tokens(slots: int, block: int) -> None:
     assert block_sizes(slots, block).tolist() == [c.shape[1] for c in cut]
 
 
-def test_expected_attention_equals_monte_carlo() -> None:
+@pytest.mark.parametrize("sink", [-math.inf, 3.0])
+def test_expected_attention_equals_monte_carlo(sink: float) -> None:
     """Queries drawn from the fitted normal, unnormalised attention averaged over draws, then normalised."""
     query, key, _ = _qkv(2, 1, 300, dim=8)
     query, key = query + 0.5, key * 0.7
-    share = features.expected_attention(query, key, 0.35, None, horizon=4).exp()
-    torch.testing.assert_close(share.sum(-1), torch.ones(1))
+    sinks = torch.tensor([sink, sink + 1])
+    share = features.expected_attention(query, key, 0.35, None, 4, sinks).exp()
+    assert float(share.sum()) == pytest.approx(1.0) or sink > 0
     expected = torch.zeros(1, 300)
     for head in range(2):
         used = query[head, features.EA_SINKS :]
         normal = torch.distributions.MultivariateNormal(used.mean(0), torch.cov(used.T, correction=0))
         torch.manual_seed(0)
         weights = (normal.sample((200_000,)) @ key[0].T * 0.35).exp().mean(0)
-        expected += weights / weights.sum() / 2
+        expected += weights / (weights.sum() + sinks[head].exp()) / 2
     torch.testing.assert_close(share, expected, atol=0, rtol=0.05)
 
 
