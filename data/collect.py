@@ -18,8 +18,9 @@ from data.folder import Folder
 from data.lm import load_lm, load_tokenizer, refuse_too_long
 from data.plan import CollectSettings, Task, begin_manifest, prepare
 from data.record import record_forward, recording_twin
-from data.trace import Row, read_manifest
+from data.trace import RECORDED, Row, read_manifest
 from data.writer import DocumentProgress, ShardWriter, finish, whole_shard
+from predictor.cache_layers import learnable_layers
 from predictor.errors import FadeError
 
 
@@ -29,7 +30,7 @@ class Summary:
 
     Attributes:
         folder: path or URL. documents: how many, of both splits. tokens: read by the language model.
-        rows: documents x layers x kv heads. bytes: of the shards. seconds: of this run.
+        rows: documents x recorded layers x kv heads. bytes: of the shards. seconds: of this run.
         kept: shards that were there already.
     """
 
@@ -61,7 +62,7 @@ def collect(settings: CollectSettings) -> Summary:
     manifest = begin_manifest(settings, tasks)
     if stored is not None:
         _refuse_other(folder, "text", {"sha256": stored["corpus"]["sha256"]}, {"sha256": manifest["corpus"]["sha256"]})
-        manifest |= {name: stored[name] for name in ("settings", "provenance", "model") if name in stored}
+        manifest |= {name: stored[name] for name in ("settings", "provenance", "model", RECORDED) if name in stored}
         refuse_other_shards(folder, manifest)
     kept = set()
     for shard in manifest["shards"]:
@@ -142,9 +143,10 @@ class TraceCollector(LightningModule):
         """Load the language model on this process's device.
 
         Raises:
-            FadeError: it cannot be loaded, or was not made for prompts this long.
+            FadeError: it cannot be loaded, has no layer to record, or was not made for prompts this long.
         """
         model, _ = load_lm(self.settings.model, self.settings.dtype)
+        learnable_layers(model.config.get_text_config(decoder=True))
         prompt, future = self.settings.max_prompt, self.settings.future
         refuse_too_long(model, prompt + future, f"max_prompt {prompt} and future {future} pass", "lower max_prompt")
         model.to(self.trainer.strategy.root_device)

@@ -8,7 +8,7 @@ the call, as a keyword, so whatever else runs at the same time, on this model or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from data.trace import Row
 from predictor import learned_sinks, rope
+from predictor.cache_layers import learnable_layers
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, attention_rows, floored_log, h2o_mass, pool_blocks, prefill_features
 from predictor.twin import dense_twin
@@ -34,6 +35,7 @@ class AttentionRecorder:
     Args:
         prompt: number of prompt tokens S; the rest of the document is the continuation.
         spec: features, window and block.
+        layers: indices of those that are recorded; the model runs the others as ever.
         table: gives a layer's rotary table of slots 0 .. S + horizon - 1, or None without rotation.
         h2o: also sum the attention that each prompt token received from the whole prompt.
 
@@ -41,8 +43,15 @@ class AttentionRecorder:
         rows: trace rows without ``doc``, ``split`` and ``source``.
     """
 
-    def __init__(self, prompt: int, spec: FeatureSpec, table: Callable[[int], rope.Table | None], h2o: bool = True):
-        self.prompt, self.spec, self.table, self.h2o = prompt, spec, table, h2o
+    def __init__(
+        self,
+        prompt: int,
+        spec: FeatureSpec,
+        layers: Collection[int],
+        table: Callable[[int], rope.Table | None],
+        h2o: bool = True,
+    ):
+        self.prompt, self.spec, self.layers, self.table, self.h2o = prompt, spec, layers, table, h2o
         self.rows: list[Row] = []
 
     def observe(
@@ -51,7 +60,7 @@ class AttentionRecorder:
         """Record one layer.
 
         Args:
-            layer: its index.
+            layer: its index in the model.
             query: [Hq, S + T, D] rotated. key, value: [H, S + T, D]. scaling: factor on the scores.
             sinks: [Hq] learned sinks, or None.
         """
@@ -96,7 +105,7 @@ def recording_twin(model: Any) -> Any:
 
 
 def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h2o: bool = True) -> list[Row]:
-    """Run the model once over one document and return its trace rows.
+    """Run the model once over one document and return the trace rows of its evictable layers.
 
     Args:
         model: a causal language model of transformers, on any device, or its :func:`recording_twin`. It is not changed,
@@ -107,10 +116,10 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
         h2o: whether rows carry the ``h2o`` column.
 
     Returns:
-        layers x kv heads rows without ``doc``, ``split`` and ``source``.
+        Evictable layers (:mod:`predictor.cache_layers`) x kv heads rows without ``doc``, ``split`` and ``source``.
 
     Raises:
-        FadeError: prompt too short, no continuation, or an attention that the trace cannot describe.
+        FadeError: prompt too short, no continuation, no evictable layer, or an attention that a trace cannot describe.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,13 +143,14 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
         full = rotary.table(slots, layer) if rotary is not None else None
         return full[: prompt + spec.horizon] if full is not None else None
 
-    recorder = AttentionRecorder(prompt, spec, table, h2o)
+    layers = learnable_layers(model.config.get_text_config(decoder=True))
+    recorder = AttentionRecorder(prompt, spec, layers, table, h2o)
     with torch.inference_mode():
         model.base_model(input_ids=tokens[None], use_cache=False, fade_recorder=recorder)
-    if not recorder.rows:
+    if missing := set(layers) - {row["layer"] for row in recorder.rows}:
         raise FadeError(
-            f"model type {model.config.model_type} does not call attention through transformers' AttentionInterface; "
-            "use one that does"
+            f"layer {min(missing)} of model type {model.config.model_type} does not call attention through "
+            "transformers' AttentionInterface; use a model that does"
         )
     return recorder.rows
 
@@ -172,8 +182,8 @@ def recorded_attention(
         FadeError: attention that a trace cannot describe.
     """
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if fade_recorder is not None:
-        layer: Any = module.layer_idx
+    layer: Any = getattr(module, "layer_idx", None)
+    if fade_recorder is not None and layer in fade_recorder.layers:
         _refuse_unknown(layer, query, value, attention_mask, kwargs)
         fade_recorder.observe(layer, query[0], key[0], value[0], factor, s_aux)
 
@@ -191,8 +201,8 @@ def _refuse_unknown(layer: int, query: Tensor, value: Tensor, mask: Tensor | Non
         visible = mask if mask.dtype == torch.bool else mask == 0
         if not torch.equal(visible.expand(1, 1, length, length)[0, 0], causal):
             raise FadeError(
-                f"layer {layer} hides tokens from each other (sliding window or chunks) within {length} tokens; "
-                "use documents within its window, or another model"
+                f"the mask of layer {layer} is not the plain causal one that a cache's layer of full attention has; "
+                "use another model"
             )
     for name in _CHANGES_SCORES:
         if kwargs.get(name) is not None:

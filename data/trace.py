@@ -43,6 +43,7 @@ HIDDEN_VERSION = 2  # with keys and values
 MANIFEST = "manifest.json"
 HASH = ".sha256"  # ends the name of the file with a shard's hash
 HASHED = "hashed"  # in a manifest: every shard had its hash from the beginning
+RECORDED = "recorded_layers"  # in a manifest: real indices of the layers that rows are of
 
 # S prompt tokens, F features, W history steps, T future steps, D channels
 # N = ceil(S / block) blocks of the prompt, M = ceil((S + T) / block) of prompt and future
@@ -210,6 +211,17 @@ def read_manifest(folder: Folder | str | Path) -> dict[str, Any] | None:
     return manifest
 
 
+def recorded_layers(manifest: Mapping[str, Any]) -> list[int]:
+    """Which layers of the model a collection has rows of: in manifests of earlier releases, all.
+
+    Example:
+        >>> model = {"provenance": {"layers": 3}}
+        >>> recorded_layers(model), recorded_layers(model | {"recorded_layers": [2]})
+        ([0, 1, 2], [2])
+    """
+    return list(manifest.get(RECORDED) or range(manifest["provenance"]["layers"]))
+
+
 class Traces:
     """A complete collection, opened for reading.
 
@@ -218,7 +230,7 @@ class Traces:
 
     Attributes:
         folder: where it is. manifest: the manifest, as read. spec: its FeatureSpec.
-        provenance: the model it was made with.
+        provenance: the model it was made with. layers: those of its layers that were recorded.
 
     Raises:
         FadeError: no collection, an unfinished one, one of another version, shards that are missing or of another
@@ -235,6 +247,7 @@ class Traces:
         self.manifest = manifest
         self.spec = FeatureSpec.from_dict(manifest["spec"])
         self.provenance: dict[str, Any] = manifest["provenance"]
+        self.layers = recorded_layers(manifest)
         refuse_other_shards(self.folder, manifest)
         present = set(self.folder.names(SHARDS))
         for shard in manifest["shards"]:

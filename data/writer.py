@@ -16,7 +16,8 @@ from data.checks import AGAIN, mark_of, refuse_other_collection
 from data.folder import Folder
 from data.lm import load_tokenizer
 from data.plan import CollectSettings, Task
-from data.trace import HASH, HASHED, Row, rows_of, write_manifest, write_shard
+from data.trace import HASH, HASHED, RECORDED, Row, recorded_layers, rows_of, write_manifest, write_shard
+from predictor.cache_layers import in_words, learnable_layers
 from predictor.errors import FadeError
 from predictor.files import sha256_file
 from predictor.provenance import model_provenance
@@ -43,7 +44,7 @@ class ShardWriter(BasePredictionWriter):
         """Write the manifest of an unfinished collection.
 
         Raises:
-            FadeError: the collection was begun with other weights.
+            FadeError: the collection was begun with other weights, or by a release that recorded other layers.
         """
         settings: CollectSettings = pl_module.settings
         model = pl_module.language_model
@@ -51,7 +52,13 @@ class ShardWriter(BasePredictionWriter):
         provenance = model_provenance(model, load_tokenizer(settings.model), like=begun)
         if begun not in (None, provenance):
             raise FadeError(f"traces in {self.folder} were begun with other weights; choose another out, or delete it")
-        self.manifest["provenance"] = provenance
+        layers = learnable_layers(model.config.get_text_config(decoder=True))
+        if begun is not None and recorded_layers(self.manifest) != layers:
+            raise FadeError(
+                f"traces in {self.folder} were begun by a release that recorded other layers of this model than "
+                f"{in_words(layers)}; choose another out, or delete it"
+            )
+        self.manifest |= {"provenance": provenance, RECORDED: layers}
         self.manifest.setdefault("model", model_facts(settings, model))
         if trainer.is_global_zero:
             write_manifest(self.folder, self.manifest)

@@ -15,12 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from predictor.cache_layers import can_tier as can_tier
+from predictor.cache_layers import stock_layers as stock_layers
 from predictor.errors import FadeError
 from predictor.provenance import head_dim
 
@@ -276,16 +278,6 @@ def implementation(config: Any) -> str:
 def text_config(model: Any) -> Any:
     """The config of the language model proper."""
     return model.config.get_text_config(decoder=True)
-
-
-def stock_layers(config: Any) -> list[Any]:
-    """The layers of transformers' own cache for a model, in order."""
-    return list(DynamicCache(config=config).layers)
-
-
-def can_tier(layer: Any) -> bool:
-    """Whether a stock layer is plain full attention; sliding windows, convolutions and states are left as they are."""
-    return type(layer) is DynamicLayer
 
 
 def window_of(layer: Any) -> int | None:

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 from data.contents import Contents, FarAttention, contents_of, far_attention
-from data.trace import Traces
+from data.trace import Traces, recorded_layers
 from pipelines.cli import run
 from pipelines.plots.heatmap import draw, head_map
 from pipelines.reporting.tables import plain_table
+from predictor.cache_layers import in_words
 from predictor.errors import FadeError
 
 
@@ -43,10 +44,9 @@ def inspect_traces(
     traces = Traces(folder)
     heads = far_attention(traces)
     if layer is not None and not any((one.layer, one.head) == (layer, head) for one in heads):
-        layers, kv_heads = (1 + max(getattr(one, name) for one in heads) for name in ("layer", "head"))
         raise FadeError(
-            f"layer {layer}, head {head} is not in the traces; they hold layers 0 to {layers - 1} and kv heads "
-            f"0 to {kv_heads - 1}"
+            f"layer {layer}, head {head} is not in the traces; they hold layers {in_words(traces.layers)} and kv heads "
+            f"{in_words(sorted({one.head for one in heads}))}"
         )
     print(f"\n{far_table(heads[:top])}")
     if layer is not None:
@@ -103,7 +103,10 @@ def _model(manifest: dict) -> str:
     named, facts = manifest.get("model", {}), manifest.get("provenance", {})
     parts = [manifest["settings"]["model"]]
     if facts:
-        parts.append(f"{facts['model_type']} of {facts['layers']} layers x {facts['kv_heads']} kv heads")
+        layers, recorded = facts["layers"], recorded_layers(manifest)
+        parts.append(f"{facts['model_type']} of {layers} layers x {facts['kv_heads']} kv heads")
+        if len(recorded) < layers:
+            parts.append(f"recorded: layers {in_words(recorded)}, the others keep no more than a window or a state")
         parts.append(f"weights {facts['weights'][:12]}")
     parts += [f"{name} {named[name]}" for name in ("revision", "dtype", "transformers") if named.get(name)]
     return ", ".join(parts)

@@ -1,8 +1,9 @@
 """What a predictor is: features, scores, networks, head budgets, bundles, and what holds them to one language model.
 
 May import torch and safetensors; lightning only in ``module``, torchmetrics only in ``metrics`` and what builds on it,
-mlflow and huggingface_hub only inside functions of ``registry``. Never enters it: transformers, text, traces on disk,
-the cache, a command. Whatever training and serving must agree on has its one definition here.
+mlflow and huggingface_hub only inside functions of ``registry``, transformers only inside those of ``cache_layers``.
+Never enters it: text, traces on disk, the tiered cache, a command. Whatever training and serving must agree on has its
+one definition here.
 
 Example:
     >>> from predictor import FeatureSpec

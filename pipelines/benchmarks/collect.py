@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from data.record import record_forward, recording_twin
-from fade_runtime.transformers_api import geometry, text_config
+from fade_runtime.transformers_api import text_config
 from pipelines.benchmarks.settings import ContextSettings
 from pipelines.benchmarks.timing import STOCK, rotated, rows_beside
+from predictor.cache_layers import evictable_layers, kv_heads
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 
@@ -79,7 +80,7 @@ def _read(lm: Any, tokens: Tensor, prompt: int, h2o: bool | None, spec: FeatureS
 def _check(lm: Any, name: str, rows: list[dict[str, Any]]) -> None:
     """Refuse to report the time of traces that are not whole."""
     config = text_config(lm)
-    expected = config.num_hidden_layers * geometry(config)[0]
+    expected = len(evictable_layers(config)) * kv_heads(config)
     finite = all(np.isfinite(each).all() for row in rows for each in row.values() if isinstance(each, np.ndarray))
     if len(rows) != expected or not finite:
         raise FadeError(f"{name}: {len(rows)} rows of {expected}, finite: {finite}; no times are shown")

@@ -15,6 +15,7 @@ from pipelines.plots.quality import attention_and_forecasts
 from predictor import scores
 from predictor.batches import heads_of, hidden_of
 from predictor.bundle import Predictor
+from predictor.cache_layers import in_words
 from predictor.errors import FadeError
 from predictor.features import PrefillFeatures, block_sizes
 
@@ -118,8 +119,8 @@ def _row(traces: Traces, layer: int, head: int) -> Row:
     for row in first:
         if (row["layer"], row["head"]) == (layer, head):
             return row
-    layers, heads = (1 + max(row[name] for row in first) for name in ("layer", "head"))
+    heads = sorted({row["head"] for row in first})
     raise FadeError(
-        f"heatmap_layer {layer}, heatmap_head {head} is not in the traces; they hold layers 0 to {layers - 1} "
-        f"and kv heads 0 to {heads - 1}"
+        f"heatmap_layer {layer}, heatmap_head {head} is not in the traces; they hold layers {in_words(traces.layers)} "
+        f"and kv heads {in_words(heads)}"
     )

@@ -17,11 +17,13 @@ import yaml
 from data.collect import collect
 from data.plan import CollectSettings
 from data.trace import Traces, write_manifest
-from pipelines import cli
+from pipelines import cli, inspect_traces
 from pipelines.collect_traces import collect_traces
 from predictor.errors import FadeError
 from predictor.provenance import model_provenance
+from tests.conftest import make_tiny_tokenizer
 from tests.data.collecting import Make, assert_same, command, stop_after
+from tests.families import FAMILIES
 from tests.processes import Process, run_python
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,40 @@ def test_the_manifest_says_what_the_shards_hold(collected: Path, small: Make, ti
         "manifest.json",
         *(s["name"] for s in manifest["shards"]),
     ]
+
+
+def _saved(family: str, folder: Path) -> Path:
+    FAMILIES[family]().save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_sliding_layers_are_left_out_and_the_manifest_says_so(
+    small: Make, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out, model = tmp_path / "traces", _saved("gemma3", tmp_path / "gemma3")
+    settings = small(out, model=str(model), train_documents=1, validation_documents=1)
+    collect(settings)
+    traces = Traces(out)
+    assert traces.manifest["recorded_layers"] == traces.layers == [0, 2]
+    for split in ("train", "validation"):
+        rows = traces.read(traces.shards(split)[0])
+        assert [(row["layer"], row["head"]) for row in rows] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert inspect_traces.main([str(out)]) == 0
+    assert "4 layers x 2 kv heads, recorded: layers 0, 2, the others keep" in capsys.readouterr().out
+    assert inspect_traces.main([str(out), "--layer=1"]) == 2
+    assert "they hold layers 0, 2 and kv heads 0 to 1" in capsys.readouterr().err
+    begun = {name: value for name, value in traces.manifest.items() if name != "recorded_layers"}
+    write_manifest(out, begun | {"complete": False})  # as a release that recorded all layers left it
+    (out / traces.shards("validation")[0]).unlink()
+    with pytest.raises(FadeError, match="a release that recorded other layers of this model than 0, 2"):
+        collect(settings)
+
+
+def test_nothing_is_begun_for_a_model_of_windows_alone(small: Make, tmp_path: Path) -> None:
+    with pytest.raises(FadeError, match="no layer of mistral keeps all its tokens"):
+        collect(small(tmp_path / "traces", model=str(_saved("mistral_sliding", tmp_path / "mistral"))))
+    assert not list((tmp_path / "traces").glob("*"))
 
 
 def test_an_interrupted_run_resumes_to_the_same_rows(

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from data.record import AttentionRecorder, record_forward, recorded_attention, recording_twin
+from predictor.cache_layers import learnable_layers
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, expected_attention
 from predictor.rope import find_rotary
@@ -20,18 +21,56 @@ from tests.data.drawn import tokens_of
 from tests.families import FAMILIES, REFUSED
 
 
-def eager_rows(model: Any, tokens: torch.Tensor, heads: int) -> np.ndarray:
-    """[L, H, S + T, S + T] float64 attention of stock transformers, averaged over each kv head's queries."""
+def eager_rows(model: Any, tokens: torch.Tensor, heads: int) -> dict[int, np.ndarray]:
+    """Layer -> [H, S + T, S + T] float64 attention of stock transformers, averaged over each kv head's queries.
+
+    Layers without attention are left out.
+    """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
+    maps: dict[int, np.ndarray] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda module, args, out: maps.update(
+                {module.layer_idx: out[1][0].double().unflatten(0, (heads, -1)).mean(1).numpy()}
+            )
+        )
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and hasattr(module, "scaling")
+    ]
     with torch.no_grad():
-        maps = torch.stack(model(tokens[None], output_attentions=True).attentions)[:, 0].double()
+        model(tokens[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
     model.set_attn_implementation(before)
-    return maps.unflatten(1, (heads, -1)).mean(2).numpy()
+    return maps
 
 
 def close(got: Any, expected: Any, relative: float = 2e-3, absolute: float = 1e-6) -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=relative, atol=absolute)
+
+
+def assert_rows_show(rows: list[Any], expected: dict[int, np.ndarray], prompt: int, spec: FeatureSpec) -> None:
+    """Hold every array but the expected attention to the attention of :func:`eager_rows`."""
+    window, block = spec.window, spec.block
+    for row in rows:
+        full = expected[row["layer"]][row["head"]]
+        history = np.array(full[prompt - window : prompt, :prompt])
+        future = np.array(full[prompt:, :])
+        for name, attention in (("history", history), ("future", future)):
+            cuts = range(0, attention.shape[1], block)
+            close(row[f"{name}_mean"], np.stack([attention[:, at : at + block].mean(1) for at in cuts], axis=1))
+            close(row[f"{name}_max"], np.stack([attention[:, at : at + block].max(1) for at in cuts], axis=1))
+        close(np.exp(row["target_sum"].astype(float)), future[:, :prompt].mean(0), relative=1e-2)
+        close(np.exp(row["target_max"].astype(float)), future[:, :prompt].max(0), relative=1e-2)
+        received = [sum(full[i, j] for i in range(j, prompt)) / (prompt - j) for j in range(prompt)]
+        close(np.exp(row["h2o"].astype(float)), received, relative=1e-2)
+        features = dict(zip(FEATURES, row["tokens"].astype(float).T))
+        close(np.exp(features["log_mean"]), history.mean(0), relative=1e-2)
+        close(np.exp(features["log_max"]), history.max(0), relative=1e-2)
+        weights = np.array([0.95 ** (window - 1 - i) for i in range(window)])
+        close(np.exp(features["log_ema"]), weights @ history / weights.sum(), relative=1e-2)
+        close(features["age"], [math.log((prompt - j) / 1024) for j in range(prompt)])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -72,24 +111,24 @@ def test_rows_are_what_stock_eager_attention_shows(
     assert [(row["layer"], row["head"]) for row in rows] == [
         (layer, head) for layer in range(2) for head in range(heads)
     ]
-    for row in rows:
-        full = expected[row["layer"], row["head"]]
-        history = np.array(full[prompt - window : prompt, :prompt])
-        future = np.array(full[prompt:, :])
-        for name, attention in (("history", history), ("future", future)):
-            cuts = range(0, attention.shape[1], block)
-            close(row[f"{name}_mean"], np.stack([attention[:, at : at + block].mean(1) for at in cuts], axis=1))
-            close(row[f"{name}_max"], np.stack([attention[:, at : at + block].max(1) for at in cuts], axis=1))
-        close(np.exp(row["target_sum"].astype(float)), future[:, :prompt].mean(0), relative=1e-2)
-        close(np.exp(row["target_max"].astype(float)), future[:, :prompt].max(0), relative=1e-2)
-        received = [sum(full[i, j] for i in range(j, prompt)) / (prompt - j) for j in range(prompt)]
-        close(np.exp(row["h2o"].astype(float)), received, relative=1e-2)
-        features = dict(zip(FEATURES, row["tokens"].astype(float).T))
-        close(np.exp(features["log_mean"]), history.mean(0), relative=1e-2)
-        close(np.exp(features["log_max"]), history.max(0), relative=1e-2)
-        weights = np.array([0.95 ** (window - 1 - i) for i in range(window)])
-        close(np.exp(features["log_ema"]), weights @ history / weights.sum(), relative=1e-2)
-        close(features["age"], [math.log((prompt - j) / 1024) for j in range(prompt)])
+    assert_rows_show(rows, expected, prompt, spec)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("gemma3", [0, 2]), ("gemma3n", [0, 2]), ("gemma4", [1, 3]), ("gemma4_shared", [0, 2]), ("cohere2", [0, 2]),
+        ("qwen3_next", [0, 2]), ("qwen3_5", [0, 2]), ("lfm2", [0, 2]), ("gpt_oss", [0, 2]),
+    ],
+)  # fmt: skip
+def test_only_layers_that_keep_all_their_tokens_are_recorded(family: str, layers: list[int]) -> None:
+    """Prompts are longer than the windows: what the others hide or share comes through the model's own run."""
+    model, prompt, spec = {**FAMILIES, **REFUSED}[family](), 111, FeatureSpec(window=17, block=7, horizon=29)
+    tokens = tokens_of(prompt + 29)
+    expected = eager_rows(model, tokens, 2)
+    rows = record_forward(model, tokens, prompt, spec)
+    assert [(row["layer"], row["head"]) for row in rows] == [(layer, head) for layer in layers for head in range(2)]
+    assert_rows_show(rows, expected, prompt, spec)
 
 
 def test_nothing_after_the_prompt_enters_what_a_predictor_sees(model: Any) -> None:
@@ -150,16 +189,26 @@ def test_without_h2o_there_is_no_such_column_and_the_rest_is_the_same(model: Any
         assert all(np.array_equal(row[name], value) for name, value in bare.items())
 
 
-def test_a_sliding_window_is_refused_only_where_it_hides_something() -> None:
-    config = transformers.MistralConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=48,
-    )  # fmt: skip
-    model = transformers.MistralForCausalLM(config).eval()
-    spec = FeatureSpec(window=8)
-    assert len(record_forward(model, tokens_of(45), 40, spec)) == 1
-    with pytest.raises(FadeError, match=r"layer 0 .*sliding window.* within 61 tokens"):
-        record_forward(model, tokens_of(61), 50, spec)
+def test_a_model_of_windows_alone_is_told_that_it_can_only_be_stored() -> None:
+    model = FAMILIES["mistral_sliding"]()
+    for count in (20, 61):  # within the window of 24, and beyond
+        with pytest.raises(FadeError, match=r"no layer of mistral keeps all its tokens.*sliding=\"packed\""):
+            record_forward(model, tokens_of(count), count - 5, FeatureSpec(window=8))
+
+
+def test_full_layers_of_other_heads_are_refused_by_number() -> None:
+    config = FAMILIES["llama"]().config
+    config.per_layer_config = {1: {"num_key_value_heads": 4}}
+    with pytest.raises(FadeError, match="layer 0 of llama has 2 kv heads and layer 1 has 4"):
+        learnable_layers(config)
+
+
+def test_a_mask_that_is_not_causal_is_refused(model: Any) -> None:
+    query, mask = torch.randn(1, 4, 9, 16), torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    mask[..., 5, 2] = False
+    recorder = AttentionRecorder(5, FeatureSpec(window=8), [1], lambda layer: None)
+    with pytest.raises(FadeError, match="mask of layer 1 is not the plain causal one"):
+        recorded_attention(model.model.layers[1].self_attn, query, query, query, mask, fade_recorder=recorder)
 
 
 @pytest.mark.parametrize(("count", "prompt", "words"), [(20, 8, "window 8"), (40, 40, "nothing after a prompt of 40")])
@@ -179,16 +228,18 @@ def test_a_recorded_model_with_learned_sinks_computes_what_eager_attention_does(
 @pytest.mark.parametrize("name", ["softcap", "position_bias"])
 def test_what_changes_scores_is_refused_by_name(name: str, model: Any) -> None:
     query, key = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
+    everything = AttentionRecorder(5, FeatureSpec(), [0, 1], lambda layer: None)
     module = model.model.layers[1].self_attn
     with pytest.raises(FadeError, match=f"layer 1 passes {name}"):
-        recorded_attention(module, query, key, key, None, 0.25, fade_recorder=object(), **{name: torch.ones(4)})
+        recorded_attention(module, query, key, key, None, 0.25, fade_recorder=everything, **{name: torch.ones(4)})
 
 
 def test_latent_attention_is_refused(model: Any) -> None:
     query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 12)
+    everything = AttentionRecorder(5, FeatureSpec(), [0, 1], lambda layer: None)
     module = model.model.layers[0].self_attn
     with pytest.raises(FadeError, match="latent attention"):
-        recorded_attention(module, query, key, value, None, 0.25, fade_recorder=object())
+        recorded_attention(module, query, key, value, None, 0.25, fade_recorder=everything)
 
 
 def test_each_layer_is_recorded_with_its_own_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +256,7 @@ def test_each_layer_is_recorded_with_its_own_rotation(monkeypatch: pytest.Monkey
         monkeypatch.setattr(AttentionRecorder, "observe", spy)
         rows = record_forward(model, tokens_of(23), 20, spec)
         monkeypatch.undo()
+        assert len(seen) == 2
         rotary = find_rotary(model)
         assert rotary is not None
         for layer, query, key, _, scaling, _ in seen:
