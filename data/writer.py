@@ -55,8 +55,8 @@ class ShardWriter(BasePredictionWriter):
         layers = learnable_layers(model.config.get_text_config(decoder=True))
         if begun is not None and recorded_layers(self.manifest) != layers:
             raise FadeError(
-                f"traces in {self.folder} were begun by a release that recorded other layers of this model than "
-                f"{in_words(layers)}; choose another out, or delete it"
+                f"traces in {self.folder} were begun by a release that did not record just {in_words(layers)} of this "
+                f"model; choose another out, or delete it"
             )
         self.manifest |= {"provenance": provenance, RECORDED: layers}
         self.manifest.setdefault("model", model_facts(settings, model))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,18 +107,18 @@ def learned(rows: Iterator[dict[str, Tensor]], target: str = "target_max") -> He
     return learn_budgets(lambda batch: batch["scores"], full, target)
 
 
-def expected_loss(fractions: Sequence[Sequence[float]], batches: Sequence[dict[str, Tensor]]) -> float:
+def expected_loss(fractions: Mapping[int, Sequence[float]], batches: Sequence[dict[str, Tensor]]) -> float:
     """Attention lost at the worst step, averaged over rows, when each kv head keeps its fraction.
 
     Args:
-        fractions: for each layer, one fraction of the context for each kv head.
+        fractions: layer -> one fraction of the context for each kv head.
         batches: rows with ``scores``, ``target_max``, ``eligible``, ``length``, ``layer`` and ``head``.
 
     Example:
         >>> yes, target = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.1, 0.4, 0.2, 0.3]])
         >>> row = {"scores": target, "target_max": target, "eligible": yes, "length": torch.tensor([4]),
         ...        "layer": torch.tensor([0]), "head": torch.tensor([0])}
-        >>> round(expected_loss([[0.5]], [row]), 4)
+        >>> round(expected_loss({0: [0.5]}, [row]), 4)
         0.3
     """
     from predictor.head_metrics import lost_when_kept  # torchmetrics: three seconds
@@ -142,8 +142,7 @@ def size_table(
         tables = {kind: learned(rows.train(order[:size]), f"target_{kind}") for kind in ("sum", "max")}
         losses: list[float] = []
         for budget in budgets:
-            layers, count, _ = tables["max"].lost.shape
-            losses.append(expected_loss([[budget] * count] * layers, validation))
+            losses.append(expected_loss(tables["max"].uniform(budget), validation))
             losses += [expected_loss(tables[kind].allocate(budget), validation) for kind in ("sum", "max")]
         lines.append(f"| {size} | " + " | ".join(f"{loss:.4f}" for loss in losses) + " |")
     return lines
@@ -164,7 +163,7 @@ def stability(rows: _Rows, sets: Sequence[Sequence[int]], budgets: Sequence[floa
     lost = min(float(spearmanr(a.lost[..., at].flatten(), b.lost[..., at].flatten()).statistic) for a, b in pairs)
     lines.append(f"- attention lost when 11 % is kept: {lost:.3f}")
     for budget in budgets:
-        kept = lambda table, budget=budget: torch.tensor(table.allocate(budget)).flatten()
+        kept = lambda table, budget=budget: torch.tensor(list(table.allocate(budget).values())).flatten()
         least = min(float(spearmanr(kept(a), kept(b)).statistic) for a, b in pairs)
         lines.append(f"- share of each kv head when {budget} is kept: {least:.3f}")
     return lines

@@ -45,8 +45,8 @@ def inspect_traces(
     heads = far_attention(traces)
     if layer is not None and not any((one.layer, one.head) == (layer, head) for one in heads):
         raise FadeError(
-            f"layer {layer}, head {head} is not in the traces; they hold layers {in_words(traces.layers)} and kv heads "
-            f"{in_words(sorted({one.head for one in heads}))}"
+            f"layer {layer}, head {head} is not in the traces; they hold {in_words(traces.layers)} and "
+            f"{in_words(sorted({one.head for one in heads}), 'kv head')}"
         )
     print(f"\n{far_table(heads[:top])}")
     if layer is not None:
@@ -106,7 +106,7 @@ def _model(manifest: dict) -> str:
         layers, recorded = facts["layers"], recorded_layers(manifest)
         parts.append(f"{facts['model_type']} of {layers} layers x {facts['kv_heads']} kv heads")
         if len(recorded) < layers:
-            parts.append(f"recorded: layers {in_words(recorded)}, the others keep no more than a window or a state")
+            parts.append(f"recorded: {in_words(recorded)}, the others keep no more than a window or a state")
         parts.append(f"weights {facts['weights'][:12]}")
     parts += [f"{name} {named[name]}" for name in ("revision", "dtype", "transformers") if named.get(name)]
     return ", ".join(parts)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from predictor.cache_layers import in_words
 from predictor.errors import FadeError
 
 # Body tokens kept, as a fraction of the prompt: sinks and window are kept anyway and are not counted.
@@ -65,30 +66,36 @@ class HeadBudgets:
     """What each kv head loses at each fraction that it may keep, averaged over documents.
 
     Attributes:
-        lost: [layers, H, K] expected lost attention.
+        lost: [L, H, K] expected lost attention of L layers.
         fractions: K kept fractions, ascending from 0 to 1.
+        layers: indices of the L layers in the model, ascending; none: 0 .. L - 1.
 
     Example:
         >>> copies, looks_back = [1.0, 0.5, 0.0], [0.1, 0.0, 0.0]  # what two heads lose at none, half, all
-        >>> budgets = HeadBudgets(torch.tensor([[copies, looks_back]]), fractions=(0.0, 0.5, 1.0))
+        >>> budgets = HeadBudgets(torch.tensor([[copies, looks_back]]), fractions=(0.0, 0.5, 1.0), layers=(5,))
         >>> budgets.allocate(0.5)
-        ((1.0, 0.0),)
+        {5: (1.0, 0.0)}
     """
 
     lost: Tensor
     fractions: tuple[float, ...] = FRACTIONS
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Name the layers where they were not."""
+        object.__setattr__(self, "layers", self.layers or tuple(range(len(self.lost))))
 
     @lru_cache(maxsize=64)  # noqa: B019 (a handful of small tuples)
-    def allocate(self, fraction: float) -> tuple[tuple[float, ...], ...]:
+    def allocate(self, fraction: float) -> dict[int, tuple[float, ...]]:
         """Fraction of the context that each kv head keeps, their mean being ``fraction``.
 
         The lower convex hull of each head's losses is cut into segments; the segments that save most for each token
         are bought first. This is optimal for losses that are convex, and the hull otherwise.
 
         Returns:
-            For each layer, one fraction in [0, 1] for each kv head.
+            For each layer of the table, by its index in the model, one fraction in [0, 1] for each kv head.
         """
-        layers, heads, _ = self.lost.shape
+        count, heads, _ = self.lost.shape
         segments = []
         for head, curve in enumerate(self.lost.flatten(0, 1).tolist()):
             hull = _hull(self.fractions, curve)
@@ -96,17 +103,22 @@ class HeadBudgets:
                 ((hull[i][1] - hull[i + 1][1]) / (hull[i + 1][0] - hull[i][0]), head, hull[i + 1][0] - hull[i][0])
                 for i in range(len(hull) - 1)
             ]
-        left, kept = fraction * layers * heads, [0.0] * (layers * heads)
+        left, kept = fraction * count * heads, [0.0] * (count * heads)
         for _, head, width in sorted(segments, key=lambda segment: -segment[0]):
             bought = min(width, left)
             kept[head] += bought
             left -= bought
-        return tuple(tuple(kept[i * heads : (i + 1) * heads]) for i in range(layers))
+        return {layer: tuple(kept[i * heads : (i + 1) * heads]) for i, layer in enumerate(self.layers)}
+
+    def uniform(self, fraction: float) -> dict[int, tuple[float, ...]]:
+        """As :meth:`allocate`, with the same fraction for all kv heads."""
+        return dict.fromkeys(self.layers, (fraction,) * self.lost.shape[1])
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dictionary."""
         rounded = [[[float(f"{value:.4g}") for value in head] for head in layer] for layer in self.lost.tolist()]
-        return {"shares": list(self.fractions), "lost": rounded}
+        named = {} if self.layers == tuple(range(len(self.lost))) else {"layers": list(self.layers)}
+        return {"shares": list(self.fractions), "lost": rounded} | named
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> HeadBudgets:
@@ -117,34 +129,51 @@ class HeadBudgets:
         """
         try:
             lost, fractions = torch.tensor(stored["lost"], dtype=torch.float32), tuple(map(float, stored["shares"]))
+            layers = tuple(map(int, stored.get("layers", range(len(lost)))))
         except (KeyError, TypeError, ValueError) as error:
             raise FadeError("the table of head budgets is damaged; make the bundle again") from error
-        ascending = len(fractions) > 1 and all(a < b for a, b in pairwise(fractions))
-        fits = lost.ndim == 3 and lost.shape[2] == len(fractions) and (fractions[0], fractions[-1]) == (0, 1)
-        if not (ascending and fits) or not bool(((lost >= 0) & lost.isfinite()).all()):
+        ascending = len(fractions) > 1 and all(a < b for each in (fractions, (-1, *layers)) for a, b in pairwise(each))
+        fits = lost.ndim == 3 and lost.shape[::2] == (len(layers), len(fractions))
+        spans = (fractions[0], fractions[-1]) == (0, 1)
+        if not (ascending and fits and spans) or not bool(((lost >= 0) & lost.isfinite()).all()):
             raise FadeError("the table of head budgets is damaged; make the bundle again")
-        return cls(lost, fractions)
+        return cls(lost, fractions, layers)
 
-    def refuse_other_heads(self, what: str, kv_heads: int | None, least: int, most: int | None) -> None:
-        """Refuse a table that is not for a model's heads.
+    def refuse_other_heads(self, what: str, layers: Sequence[int], kv_heads: int) -> None:
+        """Refuse a table that is not for the heads whose tokens a model's cache can evict.
 
         Args:
-            what: names the table's owner in the message.
-            kv_heads: of the layers that are cached; None where that is not known.
-            least, most: layers that it must have, and may have.
+            what: names the table's owner in the message. layers: their indices. kv_heads: of each.
 
         Raises:
-            FadeError: fewer or more layers, or other heads.
+            FadeError: fewer, more or other layers, or other heads.
 
         Example:
-            >>> budgets = HeadBudgets(torch.zeros(2, 3, 2), fractions=(0.0, 1.0))
-            >>> budgets.refuse_other_heads("bundle x", 3, least=1, most=2)
+            >>> budgets = HeadBudgets(torch.zeros(2, 3, 2), fractions=(0.0, 1.0), layers=(5, 11))
+            >>> budgets.refuse_other_heads("bundle x", [5, 11], kv_heads=3)
         """
-        layers, heads, _ = self.lost.shape
-        if layers < least or (most is not None and layers > most) or kv_heads not in (None, heads):
+        heads = self.lost.shape[1]
+        if (self.layers, heads) != (tuple(layers), kv_heads):
             raise FadeError(
-                f"{what} has head budgets for {layers} layers of {heads} kv heads, its model has {most or least} of "
-                f"{kv_heads}; make it again (pipelines.register), or set head_budgets to False"
+                f"{what} has head budgets for {in_words(self.layers)} ({heads} kv heads), and its model can "
+                f"evict tokens from {in_words(layers)} ({kv_heads}); make it again "
+                "(pipelines.register), or set head_budgets to False"
+            )
+
+    def refuse_beyond(self, what: str, layers: int | None, kv_heads: int | None) -> None:
+        """Refuse a table of heads that its own model cannot have.
+
+        Args:
+            what: names the table's owner in the message. layers, kv_heads: of the model; None where that is not known.
+
+        Raises:
+            FadeError: a layer beyond the last, or other heads.
+        """
+        heads, last = self.lost.shape[1], self.layers[-1]
+        if (layers is not None and last >= layers) or kv_heads not in (None, heads):
+            raise FadeError(
+                f"{what} has head budgets for {in_words(self.layers)} ({heads} kv heads), and its model has "
+                f"{layers} layers ({kv_heads}); make it again (pipelines.register)"
             )
 
     def __hash__(self) -> int:
@@ -156,7 +185,8 @@ class LossTable:
     """Sums of what each kv head lost at each fraction, over any number of batches; grows to the heads that it meets.
 
     Attributes:
-        total: [layers, H, K] float64. rows: [layers, H] float64, how many rows were added.
+        total: [layers, H, K] float64 by the index of a layer in the model; layers that it never meets stay zero.
+        rows: [layers, H] float64, how many rows were added.
 
     Example:
         >>> table, place = LossTable(fractions=(0.0, 1.0)), torch.tensor([0, 0])
@@ -193,17 +223,19 @@ class LossTable:
         return {"total": self.total, "rows": self.rows}
 
     def budgets(self) -> HeadBudgets:
-        """Return the means.
+        """Return the means, of the layers that were met.
 
         Raises:
-            FadeError: no rows, or a layer or head without any.
+            FadeError: no rows, or a head without any in a layer that has some.
         """
-        if not self.rows.any():
+        met = self.rows.any(1)
+        if not met.any():
             raise FadeError("no trace rows to learn head budgets from; collect traces first")
-        if missing := (self.rows == 0).nonzero().tolist():
+        if missing := (met[:, None] & (self.rows == 0)).nonzero().tolist():
             layer, head = missing[0]
             raise FadeError(f"no row of layer {layer}, kv head {head} was seen; collect more traces, or validate later")
-        return HeadBudgets((self.total / self.rows[..., None]).float(), self.fractions)
+        lost = (self.total[met] / self.rows[met][..., None]).float()
+        return HeadBudgets(lost, self.fractions, tuple(met.nonzero().flatten().tolist()))
 
     def _grow(self, layers: int, heads: int) -> None:
         more = max(layers - self.rows.shape[0], 0), max(heads - self.rows.shape[1], 0)
@@ -224,7 +256,7 @@ def learn_budgets(
         target: what a dropped token would have received: ``target_max`` at its worst step, ``target_sum`` over all.
 
     Raises:
-        FadeError: a layer or head without rows.
+        FadeError: no rows, or a head without any.
     """
     table = LossTable()
     for batch in batches:

@@ -152,8 +152,7 @@ def load_bundle(path: str | Path, name: str | None = None) -> Predictor:
     net.check_spec(spec)
     budgets = HeadBudgets.from_dict(facts["budgets"]) if facts.get("budgets") else None
     if budgets is not None:
-        heads, layers = provenance.get("kv_heads"), provenance.get("layers")
-        budgets.refuse_other_heads(f"bundle {name}", heads, least=1, most=layers)
+        budgets.refuse_beyond(f"bundle {name}", provenance.get("layers"), provenance.get("kv_heads"))
     refuse_damaged(certificate, f"bundle {name}")
     predictor = Predictor(net, spec, provenance, facts["metrics"], facts["manifest"], name, budgets, certificate)
     return predictor.eval().requires_grad_(False)

@@ -72,26 +72,33 @@ def learnable_layers(config: Any) -> list[int]:
 
 
 def kv_heads(config: Any, layer: int | None = None) -> int:
-    """Kv heads of a layer; None: of the evictable layers, or of the model in general where there is none.
+    """Kv heads of a layer; None: of :func:`typical_layer`.
 
     Example:
         >>> from transformers import LlamaConfig
         >>> kv_heads(LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
         2
     """
-    if layer is None:
-        layer = next(iter(evictable_layers(config)), 0)
-    own: Any = config.per_layer_config[layer]
+    own = config.per_layer_config[typical_layer(config) if layer is None else layer]
     return getattr(own, "num_key_value_heads", None) or own.num_attention_heads
 
 
-def in_words(layers: Sequence[int]) -> str:
+def typical_layer(config: Any) -> int:
+    """The layer whose heads stand for a model's: the first evictable one, or the first of all where there is none.
+
+    In Gemma 4 full attention has other kv heads, and another head dim, than sliding windows.
+    """
+    return next(iter(evictable_layers(config)), 0)
+
+
+def in_words(layers: Sequence[int], noun: str = "layer") -> str:
     """Layers as a message names them: one after the other, or from the first to the last where none is left out.
 
     Example:
         >>> in_words([5, 11, 17]), in_words(range(30)), in_words([2])
-        ('5, 11, 17', '0 to 29', '2')
+        ('layers 5, 11, 17', 'layers 0 to 29', 'layer 2')
     """
-    if len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1)):
-        return f"{layers[0]} to {layers[-1]}"
-    return ", ".join(map(str, layers))
+    if len(layers) < 2:
+        return f"{noun} {layers[0]}" if layers else f"no {noun}"
+    consecutive = list(layers) == list(range(layers[0], layers[-1] + 1))
+    return f"{noun}s " + (f"{layers[0]} to {layers[-1]}" if consecutive else ", ".join(map(str, layers)))

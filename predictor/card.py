@@ -155,7 +155,7 @@ def _spread(stored: dict[str, Any] | None) -> str:
     """How unequal the heads are, in a sentence."""
     if stored is None:
         return "None: all kv heads get the same."
-    kept = sorted(fraction for layer in HeadBudgets.from_dict(stored).allocate(0.25) for fraction in layer)
+    kept = sorted(fraction for heads in HeadBudgets.from_dict(stored).allocate(0.25).values() for fraction in heads)
     above_half, below_quarter = sum(one > 0.5 for one in kept), sum(one < 0.25 for one in kept)
     return (
         f"When a quarter of the context may stay, {above_half} of {len(kept)} kv heads get more than half of it, "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from predictor.batches import Batch
 from predictor.budgets import HeadBudgets, lost_attention
+from predictor.cache_layers import in_words
 from predictor.errors import FadeError
 from predictor.metrics import RowMean, reset_metrics
 from predictor.ranking_metrics import BUDGETS
@@ -23,11 +24,14 @@ TARGETS = ("max", "sum")
 UNIFORM = "uniform"
 
 
-def lost_when_kept(fractions: Sequence[Sequence[Sequence[float]]], scores: Tensor, batch: Batch) -> Tensor:
+Allocation = Mapping[int, Sequence[float]]  # layer -> one fraction of the context for each kv head
+
+
+def lost_when_kept(fractions: Sequence[Allocation], scores: Tensor, batch: Batch) -> Tensor:
     """Attention that each row loses at the worst step when its kv head keeps these fractions.
 
     Args:
-        fractions: K allocations: for each layer, one fraction of the context for each kv head.
+        fractions: K allocations, which have all the layers of the batch.
         scores: [R, S], higher = keep.
         batch: R rows with ``target_max``, ``eligible``, ``length``, ``layer`` and ``head``.
 
@@ -38,10 +42,11 @@ def lost_when_kept(fractions: Sequence[Sequence[Sequence[float]]], scores: Tenso
         >>> yes, target = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.1, 0.4, 0.2, 0.3]])
         >>> row = {"target_max": target, "eligible": yes, "length": torch.tensor([4]),
         ...        "layer": torch.tensor([0]), "head": torch.tensor([0])}
-        >>> lost_when_kept([[[0.5]], [[1.0]]], target, row)
+        >>> lost_when_kept([{0: [0.5]}, {0: [1.0]}], target, row)
         tensor([[0.3000, 0.0000]])
     """
-    kept = torch.tensor(fractions, device=scores.device)[:, batch["layer"], batch["head"]].T  # [R, K]
+    heads = zip(batch["layer"].tolist(), batch["head"].tolist())
+    kept = torch.tensor([[each[layer][head] for each in fractions] for layer, head in heads], device=scores.device)
     return lost_attention(scores, batch["target_max"].float(), batch["eligible"], batch["length"], kept)
 
 
@@ -74,11 +79,12 @@ class HeadBudgetMetrics(nn.Module):
         Raises:
             FadeError: a row of a kv head that the tables lack.
         """
-        layers, heads, _ = learned[TARGETS[0]].lost.shape
-        if int(batch["layer"].max()) >= layers or int(batch["head"].max()) >= heads:
+        table = learned[TARGETS[0]]
+        heads = table.lost.shape[1]
+        if not set(batch["layer"].tolist()) <= set(table.layers) or int(batch["head"].max()) >= heads:
             raise FadeError(
-                f"training rows of {layers} layers and {heads} kv heads were seen, and validation has more; collect "
-                "more traces, or validate later (trainer.val_check_interval)"
+                f"training rows of {in_words(table.layers)} with {heads} kv heads were seen, and validation has "
+                "more; collect more traces, or validate later (trainer.val_check_interval)"
             )
         scores = token_scores(net, batch)
         for kind, metrics in self.lost.items():
@@ -99,26 +105,22 @@ class HeadBudgetMetrics(nn.Module):
         reset_metrics(self)
 
 
-def allocation(learned: Mapping[str, HeadBudgets], kind: str, budget: float) -> Sequence[Sequence[float]]:
+def allocation(learned: Mapping[str, HeadBudgets], kind: str, budget: float) -> Allocation:
     """For each layer, one fraction for each kv head: learned for the target ``kind``, or the same for all."""
-    if kind != UNIFORM:
-        return learned[kind].allocate(budget)
-    layers, heads, _ = learned[TARGETS[0]].lost.shape
-    return [[budget] * heads] * layers
+    return learned[TARGETS[0]].uniform(budget) if kind == UNIFORM else learned[kind].allocate(budget)
 
 
 def rows_of_heads(budgets: HeadBudgets, fractions: Sequence[float]) -> list[dict[str, float]]:
     """Return one row a layer and kv head: the fraction that it keeps when ``fractions`` are kept on average."""
     allocations = {fraction: budgets.allocate(fraction) for fraction in fractions}
-    layers, heads, _ = budgets.lost.shape
     return [
         {
             "layer": layer,
             "head": head,
             **{f"kept_at_{fraction}": round(kept[layer][head], 5) for fraction, kept in allocations.items()},
         }
-        for layer in range(layers)
-        for head in range(heads)
+        for layer in budgets.layers
+        for head in range(budgets.lost.shape[1])
     ]
 
 

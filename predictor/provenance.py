@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from predictor.cache_layers import kv_heads, typical_layer
 from predictor.errors import FadeError
 
 ALL_VALUES = "all:"  # begins a fingerprint of all values; without it, it is one of the first values of each parameter
@@ -108,13 +109,12 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def head_dim(config: Any) -> int:
-    """Head dimension of a text config, its own or derived from the hidden size."""
-    return _option(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    """Head dimension of a text config, its own or derived from the hidden size.
 
-
-def _option(config: Any, name: str) -> Any:
-    """An option of a config; where layers have their own (Gemma 4) the general one, which ``getattr`` refuses."""
-    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
+    Where layers have their own (Gemma 4) it is the general one, which ``getattr`` refuses.
+    """
+    own = vars(config)["head_dim"] if "head_dim" in vars(config) else getattr(config, "head_dim", None)
+    return own or config.hidden_size // config.num_attention_heads
 
 
 def model_provenance(model: Any, tokenizer: Any = None, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -131,9 +131,9 @@ def model_provenance(model: Any, tokenizer: Any = None, like: Mapping[str, Any] 
     facts: dict[str, Any] = {
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
-        "kv_heads": _option(config, "num_key_value_heads") or config.num_attention_heads,
+        "kv_heads": kv_heads(config),
         "query_heads": config.num_attention_heads,
-        "head_dim": head_dim(config),
+        "head_dim": head_dim(config.per_layer_config[typical_layer(config)]),
         "vocab_size": config.vocab_size,
         "rope": json.loads(json.dumps(getattr(config, "rope_parameters", None), default=str)),
         "weights": first_values_fingerprint(model) if like and not _sees_all(like) else weights_fingerprint(model),

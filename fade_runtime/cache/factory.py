@@ -26,6 +26,7 @@ from fade_runtime.layer.sequences import Shared
 from fade_runtime.policies import POLICIES, Policy
 from fade_runtime.policies.text import SeenText, find_tokenizer, table_for
 from fade_runtime.storage.codebook import CodebookSet, load_codebook
+from predictor.cache_layers import evictable_layers, kv_heads
 from predictor.errors import FadeError
 from predictor.rope import find_rotary
 
@@ -59,8 +60,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any]
     policy = POLICIES[config.eviction_policy](config)
     if policy.predictor is not None:
         policy.predictor.check(model, strict=config.strict)
-        of_cache = [index for index, layer in enumerate(hf.stock_layers(hf.text_config(model))) if hf.can_tier(layer)]
-        policy.check(layers=max(of_cache, default=-1) + 1, kv_heads=hf.geometry(hf.text_config(model))[0])
+        policy.check(evictable_layers(hf.text_config(model)), kv_heads(hf.text_config(model)))
     seen = _seen_text(model, config, policy)
     hold_model = partial(_holds, weakref.ref(model), weakref.ref(wrapper), config, listens=seen is not None)
     holds = hold_model()

@@ -8,7 +8,7 @@ policy takes a class here (or in a file of its own) and one line in :data:`fade_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,14 +88,14 @@ class Policy:
         """Weight [steps] float32 of each new query's attention in the statistics, the newest last."""
         return None if self.decay is None else _weights(steps, self.decay, self.gain, device)
 
-    def check(self, layers: int, kv_heads: int) -> None:
+    def check(self, layers: Sequence[int], kv_heads: int) -> None:
         """Refuse a model that it cannot serve.
 
         Args:
-            layers: up to the last one that is tiered. kv_heads: of each of them.
+            layers: indices of those whose tokens can be evicted. kv_heads: of each of them.
 
         Raises:
-            FadeError: what it has learned is for fewer layers, or other heads.
+            FadeError: what it has learned is for other layers, or other heads.
         """
 
     def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:

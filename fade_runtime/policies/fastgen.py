@@ -6,6 +6,7 @@ attention that a policy must recover is that of the prompt's last queries, sinks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -129,7 +130,7 @@ class FastGen(Policy):
         """As whatever ranks the tokens: [H, S]."""
         return self.ranking.start(prompt)
 
-    def check(self, layers: int, kv_heads: int) -> None:
+    def check(self, layers: Sequence[int], kv_heads: int) -> None:
         """As whatever ranks the tokens."""
         self.ranking.check(layers, kv_heads)
 

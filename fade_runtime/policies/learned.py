@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,10 @@ class Learned(Ema):
         self.predictor = predictor
         self.budgets = predictor.budgets if head_budgets else None
 
-    def check(self, layers: int, kv_heads: int) -> None:
-        """Refuse learned budgets that some layer or head lacks."""
+    def check(self, layers: Sequence[int], kv_heads: int) -> None:
+        """Refuse learned budgets of other layers or heads."""
         if self.budgets is not None:
-            what = f"predictor {self.predictor.name}"
-            self.budgets.refuse_other_heads(what, kv_heads, least=layers, most=None)
+            self.budgets.refuse_other_heads(f"predictor {self.predictor.name}", layers, kv_heads)
 
     def head_shares(self, layer: int, share: float) -> tuple[float, ...] | None:
         """From the bundle's table of losses, if it has one."""

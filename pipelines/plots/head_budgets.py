@@ -54,10 +54,12 @@ def draw_head_budgets(path: Path, budgets: HeadBudgets, metrics: Mapping[str, fl
     left.set_ylabel("attention lost at the worst step")
     left.set_title("validation documents, mean of all heads", fontsize=11, loc="left")
     left.legend(frameon=False, fontsize=9)
-    kept = torch.tensor(budgets.allocate(GATE)).T.numpy()  # [H, layers]
+    kept = torch.tensor(list(budgets.allocate(GATE).values())).T.numpy()  # [H, layers]
     image = right.imshow(kept, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
     right.grid(False)
     right.set_xlabel("layer")
+    if budgets.layers[-1] >= len(budgets.layers):  # some were left out: columns are not layers
+        right.set_xticks(range(len(budgets.layers)), map(str, budgets.layers))
     right.set_ylabel("kv head")
     right.set_yticks(range(len(kept)))
     right.set_title(f"share that each head keeps of {GATE}", fontsize=11, loc="left")

@@ -121,6 +121,6 @@ def _row(traces: Traces, layer: int, head: int) -> Row:
             return row
     heads = sorted({row["head"] for row in first})
     raise FadeError(
-        f"heatmap_layer {layer}, heatmap_head {head} is not in the traces; they hold layers {in_words(traces.layers)} "
-        f"and kv heads {in_words(heads)}"
+        f"heatmap_layer {layer}, heatmap_head {head} is not in the traces; they hold {in_words(traces.layers)} "
+        f"and {in_words(heads, 'kv head')}"
     )

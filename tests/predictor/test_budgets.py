@@ -27,7 +27,7 @@ def test_lost_attention_is_the_sum_of_what_was_dropped(length: int, padding: int
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_allocation_spends_the_budget_and_nothing_more(seed: int, fraction: float) -> None:
     lost = torch.rand(3, 2, len(FRACTIONS), generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
-    kept = torch.tensor(HeadBudgets(lost).allocate(fraction))
+    kept = torch.tensor(list(HeadBudgets(lost).allocate(fraction).values()))
     assert kept.shape == (3, 2)
     assert float(kept.mean()) == pytest.approx(fraction, abs=1e-5)
     assert bool(((kept >= 0) & (kept <= 1 + 1e-6)).all())
@@ -41,13 +41,29 @@ def test_allocation_is_the_best_one_for_convex_losses(seed: int) -> None:
     steps = torch.rand(4, 4, generator=generator).sort(descending=True).values  # savings get smaller: convex
     lost = torch.cat((steps.flip(-1).cumsum(-1).flip(-1), torch.zeros(4, 1)), -1)
     kept = HeadBudgets(lost.view(2, 2, 5), fractions).allocate(0.5)
-    ours = sum(float(lost[i, fractions.index(s)]) for i, s in enumerate(s for layer in kept for s in layer))
+    ours = sum(float(lost[i, fractions.index(s)]) for i, s in enumerate(s for heads in kept.values() for s in heads))
     best = min(
         sum(float(lost[i, k]) for i, k in enumerate(choice))
         for choice in itertools.product(range(5), repeat=4)
         if sum(fractions[k] for k in choice) <= 2.0
     )
     assert ours == pytest.approx(best, abs=1e-5)
+
+
+def test_layers_that_no_row_is_of_get_no_budget() -> None:
+    """Of a model whose layers 0, 2 and 3 hold a window: the mean over what is left is what was asked for."""
+    target = torch.rand(4, 40, generator=torch.Generator().manual_seed(0))
+    place = {"layer": torch.tensor([4, 1, 4, 1]), "head": torch.tensor([0, 0, 1, 1])}
+    batch = place | {"length": torch.full((4,), 40), "eligible": torch.ones(4, 40, dtype=torch.bool)}
+    budgets = learn_budgets(lambda given: given["target_max"], [batch | {"target_max": target}])
+    kept = budgets.allocate(0.3)
+    assert budgets.layers == tuple(kept) == (1, 4)
+    assert sum(sum(heads) for heads in kept.values()) == pytest.approx(0.3 * 4)
+    dense = learn_budgets(
+        lambda given: given["target_max"], [batch | {"target_max": target, "layer": place["layer"] // 3}]
+    )
+    assert torch.equal(budgets.lost, dense.lost)
+    assert list(dense.allocate(0.3).values()) == list(kept.values())
 
 
 def test_learned_table_is_the_mean_over_documents() -> None:
@@ -70,6 +86,10 @@ def test_table_round_trips_and_a_damaged_one_is_refused() -> None:
     budgets = HeadBudgets(torch.rand(2, 3, len(FRACTIONS)))
     again = HeadBudgets.from_dict(budgets.to_dict())
     torch.testing.assert_close(again.lost, budgets.lost, rtol=1e-3, atol=1e-4)
+    assert again.layers == (0, 1)
+    assert "layers" not in budgets.to_dict()  # as in bundles of earlier releases
+    some = HeadBudgets(torch.rand(2, 3, len(FRACTIONS)), layers=(5, 17))
+    assert HeadBudgets.from_dict(some.to_dict()).layers == (5, 17)
     for damage in ({"lost": [[1.0]]}, {"shares": [1.0, 0.0]}, {"lost": None}):
         with pytest.raises(FadeError, match="table of head budgets is damaged"):
             HeadBudgets.from_dict({**budgets.to_dict(), **damage})

@@ -135,7 +135,7 @@ def test_budgets_by_head_lose_less_than_the_same_for_all(make_batch):
     metrics.update(net, batch, tables)
     values = metrics.values()
     assert values["max/lost_at_0.25"] < 0.75 * values["uniform/lost_at_0.25"]
-    with pytest.raises(FadeError, match="1 layers and 2 kv heads were seen, and validation has more"):
+    with pytest.raises(FadeError, match="of layer 0 with 2 kv heads were seen, and validation has more"):
         metrics.update(net, {**batch, "layer": batch["layer"] + 1}, tables)
 
 

@@ -23,6 +23,7 @@ from predictor.provenance import (
     weights_fingerprint,
 )
 from tests.conftest import make_tiny_model
+from tests.families import FAMILIES
 
 
 class Quantised(nn.Module):
@@ -147,3 +148,12 @@ def test_a_model_that_shares_the_first_values_is_another(tiny_model: Callable[..
         check_provenance(model_provenance(model), model, "the bundle")
         with pytest.raises(FadeError, match="another model: weights"):
             check_provenance(model_provenance(model), other, "the bundle")
+
+
+def test_heads_are_those_of_the_layers_that_tokens_are_evicted_from() -> None:
+    """Gemma 4: full attention has heads and dims of its own."""
+    model = FAMILIES["gemma4"](num_global_key_value_heads=1, attention_k_eq_v=True)
+    key = model.model.layers[1].self_attn.k_proj.weight
+    facts = model_provenance(model)
+    assert (facts["kv_heads"], facts["head_dim"], len(key)) == (1, 32, 32)
+    assert len(model.model.layers[0].self_attn.k_proj.weight) == 2 * 16

@@ -190,16 +190,22 @@ def test_predictor_of_another_model_is_refused(tiny_model: Callable[..., Any], t
         create_tiered_cache(other, FadeConfig.balanced(predictor=bundle, strict=False))
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 3)], ids=["a layer too few", "heads of another model"])
-def test_budgets_that_miss_a_layer_or_head_are_refused_when_the_cache_is_made(
-    tiny_model: Callable[..., Any], shape: tuple[int, int]
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [((1, 2), (1,)), ((2, 3), (0, 1)), ((2, 2), (0, 2)), ((3, 2), (0, 1, 2))],
+    ids=["a layer too few", "heads of another model", "another layer", "a layer too many"],
+)
+def test_budgets_of_other_layers_or_heads_are_refused_when_the_cache_is_made(
+    tiny_model: Callable[..., Any], shape: tuple[int, int], layers: tuple[int, ...]
 ) -> None:
     model, lost = tiny_model(), torch.rand(*shape, 2).sort(-1, descending=True).values
-    table = HeadBudgets(lost, fractions=(0.0, 1.0))
+    table = HeadBudgets(lost, fractions=(0.0, 1.0), layers=layers)
     predictor = Predictor(TokenMLP(), FeatureSpec(), model_provenance(model), budgets=table)
     for policy in ("learned", "fastgen"):
         config = FadeConfig(int4_budget=0.5, eviction_policy=policy, predictor=predictor)
-        with pytest.raises(FadeError, match="head budgets for . layers of . kv heads, its model has 2 of 2; .*False"):
+        with pytest.raises(
+            FadeError, match="head budgets for .* kv heads., and its .* from layers 0 to 1 .2.; .*False"
+        ):
             create_tiered_cache(model, config)
         assert model.config._attn_implementation != "fade"  # refused before anything was changed
     config = FadeConfig(int4_budget=0.5, eviction_policy="learned", predictor=predictor, head_budgets=False)
