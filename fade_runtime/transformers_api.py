@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from predictor import learned_sinks
 from predictor.cache_layers import can_tier as can_tier
 from predictor.cache_layers import stock_layers as stock_layers
 from predictor.errors import FadeError
@@ -38,7 +39,6 @@ HARMLESS = {
     "past_key_values", "return_shared_kv_states",
 }  # fmt: skip
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # newest first
-SWALLOWED_BY_SDPA = {"s_aux"}  # arguments that transformers' SDPA takes and forgets
 SCORES_AT_ONCE = 1 << 24  # elements of the score matrix of one chunk of queries
 
 
@@ -60,6 +60,7 @@ class Attending(Protocol):
         softcap: float | None = None,
         position_ids: Tensor | None = None,
         dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the queries [B, Hq, Q, D] of the last update, which brought key and value: [B, Q, Hq, D]."""
 
@@ -99,37 +100,39 @@ def fade_attention(
     dropout: float = 0.0,  # before scaling, as in transformers' SDPA: kvpress passes it by place
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over a tiered layer, or as before when the call brings none (another cache, or no cache).
+
+    Arguments are those of :func:`dense_attention`, under transformers' names: ``s_aux`` are the learned sinks [Hq].
 
     Returns:
         output [B, Q, Hq, D], and the weights if the model's own attention gives them.
 
     Raises:
-        FadeError: an argument that neither understands (attention sinks, a position bias), or a tiered cache under a
+        FadeError: an argument that the tiered cache does not understand (a position bias), or a tiered cache under a
             name that the model's ``forward`` does not know.
     """
     layer = kwargs.pop(HANDLE, None) or getattr(key, HANDLE, None)
     ours, theirs = getattr(attention_mask, MASKS, (attention_mask, attention_mask))
     scaled = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layer is not None:
-        _refuse(module, kwargs, lambda name: name not in HARMLESS)
-        more = dict(softcap=softcap, position_ids=kwargs.get("position_ids"), dropout=dropout)
+        _refuse_unknown(module, kwargs)
+        more = dict(softcap=softcap, position_ids=kwargs.get("position_ids"), dropout=dropout, sinks=s_aux)
         return layer.attention(module, query, key, value, ours, scaled, **more), None
     _refuse_misnamed(module, kwargs)
     own = _own_attention(module)
     if own is not None:
-        if softcap is not None:
-            kwargs["softcap"] = softcap
+        optional = {"softcap": softcap, "s_aux": s_aux}
+        kwargs |= {name: each for name, each in optional.items() if each is not None}
         return own(module, query, key, value, theirs, dropout=dropout, scaling=scaling, **kwargs)
-    _refuse(module, kwargs, lambda name: name in SWALLOWED_BY_SDPA)
-    return dense_attention(module, query, key, value, theirs, scaled, softcap, dropout, **kwargs), None
+    return dense_attention(module, query, key, value, theirs, scaled, softcap, dropout, s_aux, **kwargs), None
 
 
-def _refuse(module: nn.Module, kwargs: dict[str, Any], unknown: Callable[[str], bool]) -> None:
+def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for name, given in kwargs.items():
-        if given is not None and unknown(name):
+        if given is not None and name not in HARMLESS:
             raise FadeError(
                 f"attention argument {name!r} of {type(module).__name__} is not supported by the tiered cache; "
                 "use transformers' own cache and attention for this model"
@@ -183,18 +186,28 @@ def dense_attention(
     scaling: float,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Full keys and values: transformers' own SDPA, which knows no softcap, or the same with one: [B, Q, Hq, D].
+    """Full keys and values: transformers' own SDPA, which knows neither softcap nor sinks, or the same with them.
 
     Args:
         module: the attention module. query: [B, Hq, Q, D]. key, value: [B, H, S, D].
         mask: [B or 1, 1 or Hq, Q, S], bool (True = visible) or additive; None: causal, or one query that sees all.
         scaling: factor on the scores. softcap: scores are bent into (-softcap, softcap). dropout: of probabilities.
+        sinks: [Hq] learned sinks, or None.
+
+    Returns:
+        [B, Q, Hq, D].
     """
     if softcap is None:
         options = dict(dropout=dropout, scaling=scaling, **kwargs)
-        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+
+        def sdpa(*tokens: Tensor | None) -> Tensor:
+            return sdpa_attention_forward(module, *tokens, **options)[0]
+
+        tokens = query, key, value, mask
+        return sdpa(*tokens) if sinks is None else learned_sinks.attend(sdpa, *tokens, scaling, sinks)
     steps, slots = query.shape[2], key.shape[2]
     if mask is None and steps > 1:  # aligned with the first key, as SDPA does
         mask = torch.ones(1, 1, steps, slots, dtype=torch.bool, device=query.device).tril()
@@ -202,12 +215,14 @@ def dense_attention(
     parts = []
     for at in range(0, steps, chunk):
         visible = None if mask is None else mask[:, :, at : at + chunk]
-        shares = _softcapped(query[:, :, at : at + chunk], key, visible, scaling, softcap)
+        shares = _softcapped(query[:, :, at : at + chunk], key, visible, scaling, softcap, sinks)
         parts.append(F.dropout(shares, dropout) @ value[:, :, None])
     return torch.cat(parts, dim=3).flatten(1, 2).transpose(1, 2)
 
 
-def _softcapped(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
+def _softcapped(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
     """Probabilities [B, H, G, Q, S] of scores that are bent by ``softcap * tanh(score / softcap)`` before the mask.
 
     Source: Gemma Team 2024, Gemma 2 (arXiv 2408.00118), section 2, "Logit soft-capping".
@@ -220,7 +235,8 @@ def _softcapped(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float,
         mask = mask.unflatten(1, (heads, -1)) if mask.shape[1] == query.shape[1] > 1 else mask[:, :, None]
         plain = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if plain else scores + mask
-    return scores.softmax(-1).to(query.dtype)
+    by_group = None if sinks is None else sinks.float().view(heads, -1, 1)
+    return learned_sinks.softmax(scores, by_group).to(query.dtype)
 
 
 def fade_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ def _with_sinks(names: str, **options: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".sinks"):
-                parameter.normal_(mean=1.0, std=2.0)
+                parameter.normal_(mean=4.0, std=2.0)
     return model
 
 
@@ -129,6 +129,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "cohere2": partial(_make, "Cohere2", **MIXED),
     "smollm3": partial(_make, "SmolLM3"),
     "granite": partial(_make, "Granite", attention_multiplier=0.2, embedding_multiplier=2.0, residual_multiplier=0.7),
+    "gpt_oss": partial(
+        _with_sinks, "GptOss", num_local_experts=4, num_experts_per_tok=4, rope_parameters=YARN, **MIXED
+    ),
     "starcoder2": partial(_make, "Starcoder2"),
     "mistral_sliding": partial(_make, "Mistral", sliding_window=24),
     "qwen3_next": partial(_make, "Qwen3Next", shared_expert_intermediate_size=32, **EXPERTS, **GATED_DELTA),
@@ -156,9 +159,6 @@ NO_HEAD_DIM = tuple(key for key in COMMON if key != "head_dim")
 
 # Families that the tiered cache says no to.
 REFUSED: dict[str, Callable[..., Any]] = {
-    "gpt_oss": partial(
-        _with_sinks, "GptOss", num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN, **MIXED
-    ),
     "deepseek_v2": partial(_make, "DeepseekV2", NO_HEAD_DIM, **LATENT),
     "deepseek_v3": partial(_make, "DeepseekV3", NO_HEAD_DIM, **LATENT),
     "mamba": partial(_make, "Mamba", RECURRENT, state_size=8),

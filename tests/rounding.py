@@ -43,6 +43,7 @@ class Call(NamedTuple):
     weights: Tensor | None = None
     bias: Tensor | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Exact(NamedTuple):
@@ -92,6 +93,7 @@ def attention(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Exact:
     """Exact attention; arguments as those of :func:`fade_runtime.kernels.reference.attend`."""
     rows, queries, dim = query.shape
@@ -114,13 +116,17 @@ def attention(
         scores, errors = zip(*(_scores(q, tokens, softcap) for q, tokens in zip(group_queries, groups)))
         counts = [len(each) for each in scores]
         every, error = torch.cat(scores), torch.cat(errors)  # [N, Q]
-        top = every.amax(0).clamp(min=-1e300)
+        sink = query.new_full((queries,), -math.inf) if sinks is None else sinks[row].double()
+        top = torch.maximum(every.amax(0), sink).clamp(min=-1e300)
         probs = (every - top).exp()
-        probs = probs / probs.sum(0).clamp(min=1e-300)
+        beside = (sink - top).exp()
+        total = (probs.sum(0) + beside).clamp(min=1e-300)
+        probs, beside = probs / total, beside / total
         away = (top - every).masked_fill(probs == 0, 0.0)  # what an exponential loses by its argument's rounding
+        sink_error = beside * (2 * of_sum(0) * (top - sink).masked_fill(beside == 0, 0.0) + of_sum(1))
         error = (error.square() + (2 * of_sum(0) * away).square() + of_sum(sum(counts)) ** 2).sqrt()
         error = error.masked_fill(probs == 0, 0.0)
-        error = (error.square() + (probs * error).square().sum(0)).sqrt()  # of the sum of exponentials too
+        error = (error.square() + (probs * error).square().sum(0) + sink_error.square()).sqrt()  # of their sum too
         sizes = torch.cat([sum(x.square().sum(1) for x in tokens.value) for tokens in groups])  # type: ignore[misc]
         terms = probs.square() * sizes[:, None] * (error.square() + of_sum(sum(counts) + dim) ** 2)
         squares[0] += float(terms.sum())

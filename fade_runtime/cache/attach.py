@@ -99,8 +99,8 @@ def attach(model: Any) -> list[Hold]:
         a hold for each config; when the last one goes, the config is as before, unless somebody else has changed it.
 
     Raises:
-        FadeError: an architecture whose cache cannot be tiered (MLA, attention sinks, recurrent, no attention
-            interface, an encoder).
+        FadeError: an architecture whose cache cannot be tiered (MLA, recurrent, no attention interface,
+            an encoder).
     """
     config = hf.text_config(model)
     reason = _refusal(model, config)
@@ -175,8 +175,6 @@ def _refusal(model: Any, config: Any) -> str | None:
         return ENCODER
     if getattr(config, "kv_lora_rank", None):
         return "uses multi-head latent attention (kv_lora_rank), whose cache is already compressed"
-    if any(getattr(module, "sinks", None) is not None for module in model.modules()):
-        return "uses attention sinks (s_aux), which the tiered attention does not support"
     layers = hf.stock_layers(config)
     hides_state = getattr(model, "_is_stateful", False) and not _any_of(LinearAttentionCacheLayerMixin, layers)
     if hides_state or not _any_of(CacheLayerMixin, layers):

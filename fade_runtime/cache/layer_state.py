@@ -183,8 +183,8 @@ def _held(
     for number, facts in reversed([*enumerate(stored)]):
         query, mask = tensors[f"{HELD}{number}.queries"], tensors.get(f"{HELD}{number}.mask")
         sequences = replace(sequences, new=facts["new"], plain=facts["plain"])
-        hides = window if mask is None else None
-        calls.append(HeldCall(AttentionCall(query, mask, facts["scaling"], facts["softcap"], hides), sequences))
+        hides, sinks = window if mask is None else None, tensors.get(f"{HELD}{number}.sinks")
+        calls.append(HeldCall(AttentionCall(query, mask, facts["scaling"], facts["softcap"], hides, sinks), sequences))
         sequences = sequences.cropped(facts["new"])
     return HeldCalls(calls[::-1])
 

@@ -48,7 +48,8 @@ def eviction_kl(
     themselves, so that what a block loses cannot hide behind what is kept of it.
 
     Args:
-        attention: [..., S] true attention, which sums to 1. gone: [..., S] bool, evicted tokens.
+        attention: [..., S] true attention. It sums to 1; to less where a learned sink, which nothing evicts, has the
+            rest. gone: [..., S] bool, evicted tokens.
         scores: [..., S] shares of attention that the policy expects, of any sum; None: it expects none on evicted ones.
         floor: least share on all evicted tokens together, spread evenly. block: tokens pooled together.
 
@@ -68,7 +69,8 @@ def eviction_kl(
     expected = floor * count / count.sum(-1, keepdim=True).clamp(min=1)
     if scores is not None:
         total = scores.sum(-1, keepdim=True).clamp(min=tiny)
-        expected = expected + (1 - floor) * pooled(scores * gone, block) / total
+        on_tokens = attention.sum(-1, keepdim=True)
+        expected = expected + (1 - floor) * on_tokens * pooled(scores * gone, block) / total
     kept, left = ((1 - each.sum(-1)).clamp(min=tiny) for each in (lost, expected))
     split = (lost * (lost.clamp(min=tiny) / expected.clamp(min=tiny)).log()).sum(-1)
     return torch.where(count.sum(-1) > 0, (kept * (kept / left).log() + split).clamp(min=0), 0.0)
@@ -98,7 +100,7 @@ def measure(attention: Tensor, gone: Tensor, scores: Tensor | None, heads: int, 
         >>> probe.recovery.item(), probe.recall.item(), round(probe.kl.item(), 1)
         (0.5, 0.5, 1.6)
     """
-    attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(attention.dtype).tiny)
+    attention = attention / attention.sum(-1, keepdim=True).clamp(min=1)  # more than 1 by rounding alone
     kl = eviction_kl(attention, gone, scores)
     best = attention.topk(min(top, attention.shape[-1])).indices
     recall = (~gone.gather(-1, best)).float().mean(-1)

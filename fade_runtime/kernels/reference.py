@@ -168,6 +168,7 @@ def attend(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     into: Sequence[Tensor] = (),
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -180,6 +181,7 @@ def attend(
         weights: [Q] weight of each query in the statistics, or None for no statistics.
         bias: [R, Q, n] added to the scores of full-precision tokens, or None.
         softcap: scores become ``softcap * tanh(score / softcap)`` before any bias; None: no such cap.
+        sinks: [R, Q] learned sinks, logits that stand in the softmax's denominator and have no value, or None.
         into: older statistics [R, n] and [T] of each part, contiguous float32. They are multiplied by ``decay``, the
             new ones are added to them, and they are what is returned.
 
@@ -190,6 +192,7 @@ def attend(
 
     Source: Milakov and Gimelshein 2018, Online normalizer calculation for softmax (arXiv 1805.02867), section 3,
     for the merging of parts. Gemma Team 2024, Gemma 2 (arXiv 2408.00118), section 2, for the cap.
+    :mod:`predictor.learned_sinks` for sinks.
 
     Example:
         >>> from fade_runtime.storage.packed import pack_tokens
@@ -200,7 +203,7 @@ def attend(
     """
     if query.dtype != torch.float32 and any(part.packed is not None and part.packed.wide for part in parts):
         out, mass, masses = attend(
-            query.float(), key.float(), value.float(), parts, weights, bias, softcap, into=into, decay=decay
+            query.float(), key.float(), value.float(), parts, weights, bias, softcap, sinks, into, decay
         )
         return out.to(query.dtype), mass, masses
     scores = _cap_and_bias((query @ key.transpose(1, 2)).float(), bias, softcap)  # [R, Q, n]
@@ -212,11 +215,15 @@ def attend(
     top = torch.nn.functional.pad(scores, (0, 1), value=lowest).amax(-1)  # [R, Q], finite where nothing is visible
     for row, each in zip(rows, stored_scores):
         top = top.scatter_reduce(0, row[:, None].expand_as(each), each, "amax")
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
     probs = (scores - top[..., None]).exp()
     stored_probs = [(each - top[row]).exp() for row, each in zip(rows, stored_scores)]
     total = probs.sum(-1)
     for row, each in zip(rows, stored_probs):
         total = total.index_add(0, row, each)
+    if sinks is not None:
+        total = total + (sinks - top).exp()
     total = total.clamp(min=torch.finfo(torch.float32).tiny)
     probs = probs / total[..., None]
     stored_probs = [each / total[row] for row, each in zip(rows, stored_probs)]

@@ -61,6 +61,7 @@ class AttentionCall(NamedTuple):
         scaling: factor on the scores. softcap: of the scores, or None.
         window: tokens of its row that a query attends to, itself included; None: all. A mask, if there is one, hides
             the others already.
+        sinks: [Hq] learned sinks (:mod:`predictor.learned_sinks`), or None.
     """
 
     query: Tensor
@@ -68,6 +69,7 @@ class AttentionCall(NamedTuple):
     scaling: float
     softcap: float | None = None
     window: int | None = None
+    sinks: Tensor | None = None
 
     def queries(self, some: slice) -> AttentionCall:
         """The same of some queries, over the same columns."""
@@ -185,16 +187,22 @@ def _at_once(
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
     query_weights = None if weights is None else _grouped(weights, groups)
     grouped = (call.query * call.scaling).reshape(rows, groups * steps, dim)  # [R, G x Q, D]
+    sinks = None if call.sinks is None else _of_queries(call.sinks, batch, heads, steps)
     older = [stats.view(rows, -1) if stats.ndim > 1 else stats for stats in into]
-    kernel = reference.attend if wants_gradients(grouped, key, value) else pick_kernel(call.query.device)
-    out, mass, masses = kernel(grouped, key, value, biased, query_weights, bias, call.softcap, older, decay)
+    kernel = reference.attend if wants_gradients(grouped, key, value, sinks) else pick_kernel(call.query.device)
+    out, mass, masses = kernel(grouped, key, value, biased, query_weights, bias, call.softcap, sinks, older, decay)
     out = out.view(batch, query_heads, steps, -1)
     return out, None if mass is None else mass.view(batch, heads, -1), masses
 
 
-def wants_gradients(*tensors: Tensor) -> bool:
+def wants_gradients(*tensors: Tensor | None) -> bool:
     """Whether autograd is to see what is computed from these."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _of_queries(sinks: Tensor, batch: int, heads: int, steps: int) -> Tensor:
+    """Sinks [Hq] as a kernel takes them, [R, G x Q] float32."""
+    return sinks.float().view(1, heads, -1, 1).expand(batch, -1, -1, steps).reshape(batch * heads, -1)
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""Gradients of attention over a tiered layer: for the queries, keys and values of the very call.
+"""Gradients of attention over a tiered layer: for the queries, keys, values and learned sinks of the very call.
 
 The call runs as ever. When gradients are asked for, a copy of the layer as it was then answers it again in plain torch.
 What is stored carries no gradients: keys and values of an earlier call could not be reached, and that is refused.
@@ -58,16 +58,16 @@ def attend(
     key, value = key.as_subclass(Tensor), value.as_subclass(Tensor)
     cut = _cut(layer, key, value)
 
-    def answer(over: Differentiable, query: Tensor, dropout: float = 0.0) -> Tensor:
-        return over.attend(module, call._replace(query=query), position_ids, dropout)
+    def answer(over: Differentiable, query: Tensor, sinks: Tensor | None, dropout: float = 0.0) -> Tensor:
+        return over.attend(module, call._replace(query=query, sinks=sinks), position_ids, dropout)
 
     if not dropout:
-        return _Recomputed.apply(call.query, key, value, layer, answer, cut)
+        return _Recomputed.apply(call.query, key, value, call.sinks, layer, answer, cut)
     if cut:
         key, value = _Cut.apply(key), _Cut.apply(value)
-    out = answer(layer.reader(key, value), call.query, dropout)
+    out = answer(layer.reader(key, value), call.query, call.sinks, dropout)
     with torch.no_grad():
-        answer(layer, call.query)  # statistics, and what has left the window, as ever
+        answer(layer, call.query, call.sinks)  # statistics, and what has left the window, as ever
     return out
 
 
@@ -118,20 +118,27 @@ class _Recomputed(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         layer: Differentiable,
         answer: Callable[..., Tensor],
         cut: bool,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
+        ctx.save_for_backward(query, key, value, sinks)
         ctx.reader, ctx.answer, ctx.cut = layer.reader(key.detach(), value.detach()), answer, cut
-        return answer(layer, query)
+        return answer(layer, query, sinks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.cut:
             _refuse()
-        query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        *tokens, sinks = ctx.saved_tensors
+        query, key, value = (tensor.detach().requires_grad_() for tensor in tokens)
+        wanted = [query, key, value]
+        if sinks is not None:
+            sinks = sinks.detach().requires_grad_()
+            wanted.append(sinks)
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-            out = ctx.answer(ctx.reader.reader(key, value), query)
-        return *torch.autograd.grad(out, (query, key, value), grad), None, None, None
+            out = ctx.answer(ctx.reader.reader(key, value), query, sinks)
+        found = torch.autograd.grad(out, wanted, grad)
+        return *found, *(None,) * (7 - len(found))

@@ -70,10 +70,10 @@ class HeldCalls:
             self.calls = [HeldCall(first.call.joined(second.call, columns), both), *rest]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Their queries [B, Hq, Q, D] and masks [B or 1, 1 or Hq, Q, S] by name."""
+        """Their queries [B, Hq, Q, D], masks [B or 1, 1 or Hq, Q, S] and learned sinks [Hq] by name."""
         named: dict[str, Tensor] = {}
         for number, held in enumerate(self.calls):
             named[f"held.{number}.queries"] = held.call.query
-            if held.call.mask is not None:
-                named[f"held.{number}.mask"] = held.call.mask
+            optional = {"mask": held.call.mask, "sinks": held.call.sinks}
+            named |= {f"held.{number}.{name}": each for name, each in optional.items() if each is not None}
         return named

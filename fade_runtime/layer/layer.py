@@ -116,6 +116,7 @@ class TieredLayer(CompressedLayer):
         softcap: float | None = None,
         position_ids: Tensor | None = None,
         dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """:meth:`attend` outside of compiled graphs, under autocast as SDPA, and with gradients: [B, Q, Hq, D].
 
@@ -124,12 +125,13 @@ class TieredLayer(CompressedLayer):
             key, value: [B, H, Q, D] that came with the last update, and have been stored.
             mask: [B or 1, 1 or Hq, Q, S] over columns, bool (True = visible) or additive; None: causal.
             scaling: factor on the scores. softcap: of the scores. position_ids: [B or 1, Q]. dropout: of probabilities.
+            sinks: [Hq] learned sinks, or None.
         """
         if hf.is_autocast(query.device.type):
-            more = dict(softcap=softcap, position_ids=position_ids, dropout=dropout)
+            more = dict(softcap=softcap, position_ids=position_ids, dropout=dropout, sinks=sinks)
             return hf.as_attended(self.attention, module, query, key, value, mask, scaling, **more)
-        call = AttentionCall(query, mask, scaling, softcap)
-        if dropout or wants_gradients(query, key, value):
+        call = AttentionCall(query, mask, scaling, softcap, sinks=sinks)
+        if dropout or wants_gradients(query, key, value, sinks):
             return gradients.attend(self, module, call, key, value, position_ids, dropout)
         return self.attend(module, call, position_ids)
 
@@ -207,7 +209,7 @@ class TieredLayer(CompressedLayer):
         if not store.compressed:
             key = self.positions.full_key(store)
             return hf.dense_attention(
-                module, call.query, key, store.full.value, mask, call.scaling, call.softcap, dropout
+                module, call.query, key, store.full.value, mask, call.scaling, call.softcap, dropout, call.sinks
             )
         if dropout:
             raise FadeError(NO_DROPOUT)

@@ -55,9 +55,9 @@ def prefill_stats(
         queries, keys, values = query[row][:, queried], key[row][:, kept], full.value[row][:, kept]
         stats: Tensor | None
         if out is not None:
-            out[row][:, queried], stats = attention_and_mass(queries, keys, values, call.scaling)
+            out[row][:, queried], stats = attention_and_mass(queries, keys, values, call.scaling, sinks=call.sinks)
         else:
-            stats = policy.start(Prompt(queries, keys, values, call.scaling, table, layer))
+            stats = policy.start(Prompt(queries, keys, values, call.scaling, table, layer, call.sinks))
         if stats is not None:
             stats = _helped(policy, text, stats, row, own)
             full.attention_stats[row][:, kept] = stats

@@ -29,7 +29,7 @@ class Prompt:
     Attributes:
         query: [Hq, S, D] rotated. key, value: [H, S, D]. scaling: factor on the scores.
         table: gives the rotary table of slots 0 .. n - 1, or None without rotation.
-        layer: index in the model.
+        layer: index in the model. sinks: [Hq] learned sinks, or None.
     """
 
     query: Tensor
@@ -38,6 +38,7 @@ class Prompt:
     scaling: float
     table: Callable[[int], rope.Table | None]
     layer: int
+    sinks: Tensor | None = None
 
 
 class ProfiledTokens(NamedTuple):
@@ -144,7 +145,7 @@ class H2O(Policy):
 
     def start(self, prompt: Prompt) -> Tensor:
         """Mass [H, S] over all queries of the prompt."""
-        return h2o_mass(prompt.query, prompt.key, prompt.scaling)
+        return h2o_mass(prompt.query, prompt.key, prompt.scaling, sinks=prompt.sinks)
 
     def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """Mass divided by the number of queries that could see the token: [T]."""
@@ -163,7 +164,8 @@ class Ema(Policy):
     def start(self, prompt: Prompt) -> Tensor:
         """Average [H, S] over the last :data:`WINDOW` queries of the prompt."""
         last = prompt.query[:, -WINDOW:]
-        rows = attention_rows(last, prompt.key, prompt.scaling, first=prompt.key.shape[1] - last.shape[1])
+        first = prompt.key.shape[1] - last.shape[1]
+        rows = attention_rows(last, prompt.key, prompt.scaling, first, prompt.sinks)
         assert self.decay is not None
         return scores.ema(rows, self.decay)
 

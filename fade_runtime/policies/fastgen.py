@@ -176,7 +176,7 @@ class Accumulated(Policy):
         """Sum [H, S] over the last :data:`WINDOW` queries of the prompt."""
         last = prompt.query[:, -WINDOW:]
         first = prompt.key.shape[1] - last.shape[1]
-        return attention_rows(last, prompt.key, prompt.scaling, first=first).sum(1)
+        return attention_rows(last, prompt.key, prompt.scaling, first, prompt.sinks).sum(1)
 
     def score(self, attention_stats: Tensor, slots: Tensor, seen: int | Tensor, prompt: int | Tensor) -> Tensor:
         """Sum divided by the number of counted queries that could see the token: [T]."""

@@ -38,6 +38,13 @@ class Learned(Ema):
         spec = self.predictor.spec
         table = prompt.table(prompt.key.shape[1] + spec.horizon)
         features = prefill_features(
-            prompt.query, prompt.key, prompt.value, scaling=prompt.scaling, table=table, spec=spec, layer=prompt.layer
+            prompt.query,
+            prompt.key,
+            prompt.value,
+            scaling=prompt.scaling,
+            table=table,
+            spec=spec,
+            layer=prompt.layer,
+            sinks=prompt.sinks,
         )
         return self.predictor.forecast(features)

@@ -39,7 +39,7 @@ class Layer:
 
         part = Part(self.packed)
         launch = self.launch or triton.launch_of(self.query, part)
-        return triton.fused(self.query, self.key, self.value, [part], None, None, None, [launch])[0]
+        return triton.fused(self.query, self.key, self.value, [part], None, None, None, None, [launch])[0]
 
     def dequantised(self) -> Tensor:
         """Attention [R, Q, D] by SDPA over the dequantised layer."""

@@ -112,8 +112,9 @@ class BundlePress(ScorerPress):
         length = keys.shape[2]
         queries = rotate(get_prerope_query_states(module, hidden_states), table(length))
         slots = torch.arange(length, device=keys.device)
-        scaling, layer = float(module.scaling), module.layer_idx
-        prompts = [Prompt(query, key, value, scaling, table, layer) for query, key, value in zip(queries, keys, values)]
+        facts: Any = dict(scaling=float(module.scaling), table=table, layer=module.layer_idx)
+        facts["sinks"] = getattr(module, "sinks", None)
+        prompts = [Prompt(*tokens, **facts) for tokens in zip(queries, keys, values)]
         stats = [self.policy.start(prompt) for prompt in prompts]
         scores = torch.stack([self.policy.score(each, slots, length, length) for each in stats])
         scores[..., : self.config.n_sink] = torch.finfo(scores.dtype).max

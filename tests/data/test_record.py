@@ -18,7 +18,7 @@ from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, expected_attention
 from predictor.rope import find_rotary
 from tests.data.drawn import tokens_of
-from tests.families import FAMILIES, REFUSED
+from tests.families import FAMILIES
 
 
 def eager_rows(model: Any, tokens: torch.Tensor, heads: int) -> dict[int, np.ndarray]:
@@ -101,7 +101,7 @@ def test_rows_are_what_stock_eager_attention_shows(
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config).eval()
     elif kind == "gpt_oss":  # learned sinks: no row sums to 1
-        model = REFUSED[kind](num_hidden_layers=2, layer_types=["full_attention"] * 2)
+        model = FAMILIES[kind](num_hidden_layers=2, layer_types=["full_attention"] * 2)
     else:
         model = tiny_model(kind)
     spec = FeatureSpec(window=window, block=block, horizon=steps)
@@ -123,7 +123,7 @@ def test_rows_are_what_stock_eager_attention_shows(
 )  # fmt: skip
 def test_only_layers_that_keep_all_their_tokens_are_recorded(family: str, layers: list[int]) -> None:
     """Prompts are longer than the windows: what the others hide or share comes through the model's own run."""
-    model, prompt, spec = {**FAMILIES, **REFUSED}[family](), 111, FeatureSpec(window=17, block=7, horizon=29)
+    model, prompt, spec = FAMILIES[family](), 111, FeatureSpec(window=17, block=7, horizon=29)
     tokens = tokens_of(prompt + 29)
     expected = eager_rows(model, tokens, 2)
     rows = record_forward(model, tokens, prompt, spec)
@@ -219,7 +219,7 @@ def test_documents_that_are_too_short_are_refused(count: int, prompt: int, words
 
 @pytest.mark.parametrize("length", [1, 2, 50])
 def test_a_recorded_model_with_learned_sinks_computes_what_eager_attention_does(length: int) -> None:
-    model, tokens = REFUSED["gpt_oss"](), tokens_of(length)[None]
+    model, tokens = FAMILIES["gpt_oss"](), tokens_of(length)[None]
     with torch.no_grad():
         expected, ours = model(tokens).logits, recording_twin(model)(tokens).logits
     torch.testing.assert_close(ours, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)

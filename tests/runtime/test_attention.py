@@ -36,21 +36,27 @@ def _case(batch: int, heads: int, slots: int, body: list[int], steps: int) -> di
     return {"key": key, "value": value, "full": full, "packed": packed, "kept": kept, "causal": causal}
 
 
-def _oracle(query: Tensor, case: dict[str, Any], visible: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output and probabilities [B, Hq, Q, S] by stock SDPA and by brute force."""
+def _oracle(
+    query: Tensor, case: dict[str, Any], visible: Tensor, scaling: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and probabilities [B, Hq, Q, S] by stock SDPA and by brute force; with sinks [Hq] both by brute force."""
     groups = query.shape[1] // case["key"].shape[1]
     key, value = (case[n].repeat_interleave(groups, 1) for n in ("key", "value"))
     kept = case["kept"].view(*case["key"].shape[:3]).repeat_interleave(groups, 1)[:, :, None]
     mask = kept & visible
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
-    return out, scores.softmax(-1)
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        probs = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+        return probs @ value, probs
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling), scores.softmax(-1)
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8])
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("masked", ["causal", "bool", "additive", "per head"])
-def test_tiered_attention_equals_sdpa(groups: int, steps: int, masked: str) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_tiered_attention_equals_sdpa(groups: int, steps: int, masked: str, with_sinks: bool) -> None:
     batch, heads, slots = 2, 2, 231
     case = _case(batch, heads, slots, [150, 0, 63, 17], steps)
     query = torch.randn(batch, heads * groups, steps, DIM)
@@ -63,9 +69,10 @@ def test_tiered_attention_equals_sdpa(groups: int, steps: int, masked: str) -> N
         mask = visible
     if masked == "additive":
         mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
-    expected, probs = _oracle(query, case, visible, 0.2)
+    sinks = 2 * torch.randn(heads * groups) if with_sinks else None
+    expected, probs = _oracle(query, case, visible, 0.2, sinks)
     weights = torch.rand(steps)
-    call = AttentionCall(query, mask, 0.2)
+    call = AttentionCall(query, mask, 0.2, sinks=sinks)
     out, to_full, masses = tiered_attention(
         call, case["full"], [Part(case["packed"])], first=slots - steps, weights=weights
     )

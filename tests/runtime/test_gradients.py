@@ -53,7 +53,9 @@ def gradients(model: Any, cache: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize(("family", "trained"), [("llama", ""), ("llama", "k_proj"), ("gemma2", ""), ("gpt2", "")])
+@pytest.mark.parametrize(
+    ("family", "trained"), [("llama", ""), ("llama", "k_proj"), ("gemma2", ""), ("gpt2", ""), ("gpt_oss", "")]
+)
 def test_gradients_are_those_of_the_same_tokens_in_transformers_own_cache(
     config: FadeConfig, family: str, trained: str
 ) -> None:

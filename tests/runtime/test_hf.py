@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
@@ -34,26 +36,40 @@ class Recorder:
         return query.transpose(1, 2)
 
 
-def _brute_force(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, softcap: float) -> Tensor:
-    """Gemma 2's attention, one query at a time: [B, Q, Hq, D]."""
+def _brute_force(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of Gemma 2 and of gpt-oss, one query at a time: [B, Q, Hq, D]."""
     batch, heads, steps, _ = query.shape
     out = torch.zeros(batch, steps, heads, value.shape[-1], dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
             kv = h // (heads // key.shape[1])
             for q in range(steps):
-                scores = softcap * torch.tanh(key[b, kv].double() @ query[b, h, q].double() * scaling / softcap)
-                shares = scores[visible[b, q]].softmax(0)
+                scores = (key[b, kv].double() @ query[b, h, q].double() * scaling)[visible[b, q]]
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                sink = -torch.inf if sinks is None else float(sinks[h])
+                shares = torch.cat((scores, torch.tensor([sink]))).softmax(0)[:-1]
                 out[b, q, h] = shares @ value[b, kv][visible[b, q]].double()
     return out
 
 
 @pytest.mark.parametrize("at_once", [1, 300, 1 << 24])
 @pytest.mark.parametrize("kind", ["none", "bool", "additive", "per head"])
-def test_softcapped_attention_equals_brute_force(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (1.5, True), (None, True)])
+def test_dense_attention_equals_brute_force(
+    kind: str, at_once: int, softcap: float | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hf, "SCORES_AT_ONCE", at_once)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 11, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
+    sinks = 2 * torch.randn(4) if with_sinks else None
     visible = torch.ones(11, 11, dtype=torch.bool).tril().repeat(2, 1, 1)
     if kind != "none":
         visible[1, 4:, :3] = False  # padding
@@ -63,9 +79,43 @@ def test_softcapped_attention_equals_brute_force(kind: str, at_once: int, monkey
         "additive": torch.zeros(2, 1, 11, 11).masked_fill(~visible[:, None], torch.finfo(torch.float32).min),
         "per head": visible[:, None].expand(-1, 4, -1, -1),
     }[kind]
-    out = hf.dense_attention(nn.Module(), query, key, value, mask, 0.7, softcap=1.5)
-    expected = _brute_force(query, key, value, visible, 0.7, 1.5)
+    out = hf.dense_attention(_grouped(), query, key, value, mask, 0.7, softcap, sinks=sinks)
+    expected = _brute_force(query, key, value, visible, 0.7, softcap, sinks)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
+def _grouped() -> nn.Module:
+    """An attention module of which transformers' SDPA knows that two query heads share a kv head."""
+    module = nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_lose_nothing_in_half_precision(dtype: torch.dtype, steps: int) -> None:
+    """Of a sink of 7.3 over a scaling of .3 bfloat16 keeps two digits: scores would be off by .03."""
+    torch.manual_seed(0)
+    query, key, value = (each.to(dtype) for each in (torch.randn(1, 4, steps, 8), *torch.randn(2, 1, 2, 9, 8)))
+    sinks = torch.tensor([7.3, -torch.inf, 0.1, -40.0])
+    visible = torch.ones(1, 9, 9).tril().bool()[:, -steps:]
+    out = hf.dense_attention(_grouped(), query, key, value, None, 0.3, sinks=sinks)
+    expected = _brute_force(query, key, value, visible, 0.3, None, sinks)
+    assert float((out.double() - expected).norm() / expected.norm()) < torch.finfo(dtype).eps
+    assert float((out.double() - expected)[:, :, 0].norm() / expected[:, :, 0].norm()) < torch.finfo(dtype).eps
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 2**16))
+def test_dense_attention_beside_sinks_of_minus_infinity_is_plain(steps: int, older: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, 4, steps, 8, generator=generator)
+    key, value = torch.randn(2, 1, 2, steps + older, 8, generator=generator)
+    mask = torch.ones(steps, steps + older, dtype=torch.bool).tril(older)[None, None] if older and steps > 1 else None
+    ours, plain = (
+        hf.dense_attention(_grouped(), query, key, value, mask, 0.3, sinks=sinks)
+        for sinks in (torch.full((4,), -torch.inf), None)
+    )
+    torch.testing.assert_close(ours, plain, atol=2e-6, rtol=1e-5)
 
 
 def test_softcap_and_positions_reach_the_layer() -> None:
@@ -73,10 +123,10 @@ def test_softcap_and_positions_reach_the_layer() -> None:
     positions = torch.arange(3)[None]
     more = {hf.HANDLE: layer, "position_ids": positions, "use_cache": True}
     hf.fade_attention(nn.Module(), query, query, query, None, scaling=0.5, softcap=50.0, **more)
-    assert layer.asked == [(0.5, {"softcap": 50.0, "position_ids": positions, "dropout": 0.0})]
+    assert layer.asked == [(0.5, {"softcap": 50.0, "position_ids": positions, "dropout": 0.0, "sinks": None})]
 
 
-@pytest.mark.parametrize("name", ["s_aux", "position_bias", "anything_new"])
+@pytest.mark.parametrize("name", ["position_bias", "anything_new"])
 def test_unknown_arguments_are_refused_by_name_unless_none(name: str) -> None:
     layer, query = Recorder(), torch.randn(1, 2, 3, 4)
     hf.fade_attention(nn.Module(), query, query, query, None, **{hf.HANDLE: layer, name: None})
@@ -87,8 +137,10 @@ def test_unknown_arguments_are_refused_by_name_unless_none(name: str) -> None:
 
 def test_attention_sinks_are_not_swallowed_without_a_tiered_layer() -> None:
     query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(FadeError, match="'s_aux'"):
-        hf.fade_attention(nn.Module(), query, query, query, None, s_aux=torch.ones(2))
+    sinks = torch.randn(2)
+    out, _ = hf.fade_attention(nn.Module(), query, query, query, None, scaling=0.7, s_aux=sinks)
+    expected = _brute_force(query, query, query, torch.ones(1, 3, 3).tril().bool(), 0.7, None, sinks)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_handed_key_is_the_same_memory_and_stands_in_for_sdpa() -> None:

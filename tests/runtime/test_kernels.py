@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fade_runtime.kernels import reference
@@ -98,7 +100,8 @@ def test_compiled_kernel_equals_the_reference(
             key, value = torch.randn(2, len(counts), full, dim)
             bias = _hiding(len(counts), queries, full) if masked else None
             part = Part(tokens, bias=_hiding(len(tokens), queries) if masked else None)
-            call = rounding.Call(query, key, value, [part], weights, bias, 3.0 if masked else None)
+            sinks = 2 * torch.randn(len(counts), queries) if full != 68 else None
+            call = rounding.Call(query, key, value, [part], weights, bias, 3.0 if masked else None, sinks)
             exact = rounding.attention(*call)
             for kernel in both:
                 exact.check(_flat(kernel(*call)))
@@ -108,7 +111,7 @@ def test_compiled_kernel_equals_the_reference(
             out, mass, masses = kernel(*call, into=into, decay=0.5)
             assert [each.data_ptr() for each in (mass, *masses)] == [each.data_ptr() for each in into]
             exact.after(older, 0.5).check([out, *into])
-        alone, mass, masses = cpu.attend(query, key, value, [part], None, bias, 3.0)
+        alone, mass, masses = cpu.attend(query, key, value, [part], None, bias, 3.0, sinks)
         assert (mass, masses) == (None, [])
         assert torch.equal(alone, cpu.attend(*call)[0])
 
@@ -307,8 +310,42 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
         exact.check(results)
     assert bool((body_mass[10:] == 0).all())
     all_hidden = Part(packed, bias=torch.full_like(body_hidden, -torch.inf))
-    nothing, _, _ = kernel(query, key, value, [all_hidden], None, torch.full_like(hidden, -torch.inf))
-    assert bool((nothing == 0).all())  # a padding query
+    for sinks in (None, torch.full((2, 2), -torch.inf), torch.zeros(2, 2)):
+        nothing, _, _ = kernel(query, key, value, [all_hidden], None, torch.full_like(hidden, -torch.inf), None, sinks)
+        assert bool((nothing == 0).all())  # a padding query
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kernel", [cpu.attend, reference.attend], ids=["compiled", "reference"])
+@given(lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3), queries=st.integers(1, 5), full=st.integers(0, 70))
+def test_sinks_of_minus_infinity_are_none(
+    kernel: Callable[..., Any], lengths: list[int], queries: int, full: int
+) -> None:
+    packed, rows = _ragged(lengths, 32), len(lengths)
+    call = rounding.Call(
+        torch.randn(rows, queries, 32), *torch.randn(2, rows, full, 32), [Part(packed)], torch.rand(queries)
+    )
+    plain = _flat(kernel(*call))
+    for sinks in (-torch.inf, -1e38):
+        alike = _flat(kernel(*call._replace(sinks=torch.full((rows, queries), sinks))))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(alike, plain, strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kernel", [cpu.attend, reference.attend], ids=["compiled", "reference"])
+def test_a_sink_takes_its_share_of_every_token(kernel: Callable[..., Any]) -> None:
+    """By the logarithm of the sum of exponentials, which is all that a sink has to know of the tokens."""
+    packed = _ragged([70, 0, 130], 48)
+    query, (key, value) = torch.randn(3, 4, 48), torch.randn(2, 3, 9, 48)
+    call, sinks = rounding.Call(query, key, value, [Part(packed)], torch.ones(4)), 4 * torch.randn(3, 4)
+    plain_key, _ = reference.dequantise(packed, torch.float32)
+    for row in range(3):
+        keys = torch.cat((key[row], plain_key[packed.token_row() == row]))
+        share = ((query[row] @ keys.T).logsumexp(-1) - sinks[row]).sigmoid()[:, None]
+        ours, plain = (kernel(*call._replace(sinks=each))[0][row] for each in (sinks, None))
+        torch.testing.assert_close(ours, plain * share, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.kernels

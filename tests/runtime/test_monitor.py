@@ -60,6 +60,18 @@ def test_divergence_is_never_negative_and_zero_where_nothing_is_gone(length: int
     assert not bool(eviction_kl(attention, gone & False, scores).any())
 
 
+@given(length=st.integers(2, 90), seed=st.integers(0, 99), share=st.floats(0.01, 1))
+def test_a_learned_sink_is_as_a_token_that_is_always_kept(length: int, seed: int, share: float) -> None:
+    attention, scores = distributions(3, length, seed) * share, distributions(3, length, seed + 1)
+    gone = torch.rand(3, length, generator=torch.Generator().manual_seed(seed)) < 0.4
+    gone[:, -1] = False
+    sink = attention.new_full((3, 1), 1 - share)
+    with_token = [torch.cat(pair, dim=1) for pair in ((attention, sink), (gone, sink > 2), (scores * share, sink))]
+    torch.testing.assert_close(eviction_kl(attention, gone, scores * 7), eviction_kl(*with_token), atol=1e-9, rtol=1e-6)
+    beside, token = measure(attention, gone, scores, heads=3), measure(*with_token, heads=3)
+    torch.testing.assert_close(beside.recovery, token.recovery, atol=1e-9, rtol=1e-6)
+
+
 def test_a_right_forecast_has_no_divergence_and_a_wrong_one_much() -> None:
     attention = distributions(2, 64, 3)
     gone = torch.arange(64).expand(2, -1) % 3 == 0

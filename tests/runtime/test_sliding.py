@@ -24,7 +24,7 @@ from tests.families import FAMILIES
 WINDOW = 24  # of the families' models
 FINE: dict[str, Any] = dict(n_sink=2, recent_window=6, reassign_every=4, middle_k_bits=8, middle_v_bits=8)
 FOUR: dict[str, Any] = dict(n_sink=2, recent_window=6, reassign_every=4)
-SLIDING = ["gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_shared", "cohere2", "mistral_sliding"]
+SLIDING = ["gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_shared", "cohere2", "mistral_sliding", "gpt_oss"]
 
 
 def made(model: Any, **options: Any) -> TieredCache:

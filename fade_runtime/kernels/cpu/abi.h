@@ -44,6 +44,7 @@
     FIELD(const float *, value)                 /* [rows, full, dim], rows value_stride apart */        \
     FIELD(const float *, bias)                  /* [rows, queries, full], or NULL */                    \
     FIELD(const float *, weights)               /* [queries], or NULL: no statistics */                 \
+    FIELD(const float *, sinks)                 /* [rows, queries] beside the scores, or NULL */            \
     FIELD(const packed *, part)                 /* [parts] */                                           \
     FIELD(float *, out)                         /* [rows, queries, dim] */                              \
     FIELD(float *, mass)                        /* [rows, full]; written if there are weights */        \

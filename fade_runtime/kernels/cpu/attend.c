@@ -36,12 +36,14 @@ static void add_mass(const call *c, const split *p, const float *factor) {
 }
 
 /* Merge the splits of a row into its output, and its statistics; scratch: dim + splits * queries floats. */
-static void merge(const call *c, const split *from, const split *to, float *out, float *scratch) {
+static void merge(const call *c, int64_t row, const split *from, const split *to, float *scratch) {
     const int64_t dim = c->dim, queries = c->queries;
-    float *rotated = scratch, *factor = scratch + dim;
+    float *rotated = scratch, *factor = scratch + dim, *out = c->out + row * queries * dim;
     for (int64_t q = 0; q < queries; q++, out += dim) {
-        float top = -FLT_MAX, total = 0.0f;
+        const float sink = c->sinks ? c->sinks[row * queries + q] : -INFINITY;
+        float top = sink > -FLT_MAX ? sink : -FLT_MAX;
         for (const split *p = from; p < to; p++) top = p->top[q] > top ? p->top[q] : top;
+        float total = exp_one(sink - top);
         for (const split *p = from; p < to; p++) total += p->sum[q] * exp_one(p->top[q] - top);
         memset(out, 0, sizeof(float) * (size_t)dim);
         memset(rotated, 0, sizeof(float) * (size_t)dim);
@@ -161,7 +163,7 @@ int attend(const call *c) {
             split *from = splits + starts[row], *to = splits + starts[row + rows];
             run_workers(c, from, to, rotated, probs, workers, running, threads);
             for (int64_t i = row; i < row + rows; i++)
-                merge(c, splits + starts[i], splits + starts[i + 1], c->out + i * queries * dim, merged);
+                merge(c, i, splits + starts[i], splits + starts[i + 1], merged);
         }
     }
     const int failed = !memory;

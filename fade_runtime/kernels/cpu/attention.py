@@ -39,6 +39,7 @@ def attend(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     into: Sequence[Tensor] = (),
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -49,11 +50,11 @@ def attend(
     described = [each for each in map(_describe, parts) if each is not None]
     dense = all(each.is_contiguous() for each in into)
     if len(described) < len(parts) or len({each.groups for each in described}) != 1 or not dense:
-        return reference.attend(query, key, value, parts, weights, bias, softcap, into, decay)
+        return reference.attend(query, key, value, parts, weights, bias, softcap, sinks, into, decay)
     rows, queries, dim = query.shape
     full, tokens = key.shape[1], sum(each.tokens for each in described)
     query32, key32, value32 = query.float().contiguous(), _rows(key), _rows(value)
-    bias32, weights32 = _dense(bias), _dense(weights)
+    bias32, weights32, sinks32 = _dense(bias), _dense(weights), _dense(sinks)
     out, mass, masses = torch.empty_like(query32), None, []
     if weights is not None:
         statistics = into or [query32.new_empty(rows, full), *(query32.new_empty(each.tokens) for each in described)]
@@ -77,6 +78,7 @@ def attend(
         value=value32.data_ptr(),
         bias=_address(bias32),
         weights=_address(weights32),
+        sinks=_address(sinks32),
         part=ctypes.addressof(structs),
         out=out.data_ptr(),
         mass=_address(mass),
@@ -150,13 +152,14 @@ def self_test() -> None:
     key, value = torch.randn(2, 3, 70, 96, generator=generator)
     query, weights = torch.randn(3, 5, 96, generator=generator), torch.rand(5, generator=generator)
     bias, packed_bias = torch.randn(3, 5, 70, generator=generator), torch.randn(75, 5, generator=generator)
-    for bits, cap in ((Bits(), None), (Bits(8, 4, 4, 2), 2.0), (Bits(4, 2, 2, 2), 2.0)):
+    sinks = 2 * torch.randn(3, 5, generator=generator)
+    for bits, cap, sink in ((Bits(), None, None), (Bits(8, 4, 4, 2), 2.0, None), (Bits(4, 2, 2, 2), 2.0, sinks)):
         packed = pack_tokens(body_key, body_value, rows, torch.arange(75), None, low=low, bits=bits)
         parts = [Part(packed, bias=packed_bias), Part(packed.keep(low))]
         sizes = (3, 70), *((len(part.tokens),) for part in parts)
         older = [torch.rand(size, generator=generator) for size in sizes]
         ours, theirs = (
-            kernel(query, key, value, parts, weights, bias, cap, into=[each.clone() for each in older], decay=0.5)
+            kernel(query, key, value, parts, weights, bias, cap, sink, [each.clone() for each in older], decay=0.5)
             for kernel in (attend, reference.attend)
         )
         for name, mine, other in zip(RESULTS, (*ours[:2], *ours[2]), (*theirs[:2], *theirs[2])):

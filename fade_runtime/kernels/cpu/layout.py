@@ -29,7 +29,7 @@ class Call(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_int64, ("rows", "queries", "dim", "groups", "parts", "full")),
         *_fields(ctypes.c_int64, ("key_stride", "value_stride", "threads")),
-        *_fields(ctypes.c_void_p, ("query", "key", "value", "bias", "weights", "part", "out", "mass")),
+        *_fields(ctypes.c_void_p, ("query", "key", "value", "bias", "weights", "sinks", "part", "out", "mass")),
         *_fields(ctypes.c_float, ("softcap", "decay")),
     )
 

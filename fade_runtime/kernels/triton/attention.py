@@ -36,6 +36,7 @@ def attend(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     into: Sequence[Tensor] = (),
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -47,13 +48,13 @@ def attend(
     launch table says that this is faster; no copy of them outlives the call.
     """
     if not parts or not all(_fits(part, query.shape[2]) for part in parts):
-        return reference.attend(query, key, value, parts, weights, bias, softcap, into, decay)
+        return reference.attend(query, key, value, parts, weights, bias, softcap, sinks, into, decay)
     launches = [launch_of(query, part) for part in parts]
     if len(parts) == 1 and weights is None and softcap is None:  # what SDPA can do
         tokens = key.shape[1] + len(parts[0].tokens) / max(len(query), 1)
         if query.shape[1] >= launches[0].dense_from(tokens):
-            return dense(query, key, value, parts[0], bias), None, []
-    out, mass, masses = fused(query, key, value, parts, weights, bias, softcap, launches)
+            return dense(query, key, value, parts[0], bias, sinks), None, []
+    out, mass, masses = fused(query, key, value, parts, weights, bias, softcap, sinks, launches)
     return out, *((mass, masses) if mass is None else reference.accumulate(mass, masses, into, decay))
 
 
@@ -73,13 +74,15 @@ def fused(
     weights: Tensor | None,
     bias: Tensor | None,
     softcap: float | None,
+    sinks: Tensor | None,
     launches: Sequence[Launch],
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """The fused kernel. Full-precision tokens and the first part are walked in one launch, each further part in one.
 
     Args:
         query: [R, Q, D]. key, value: [R, n, D]. parts: packed tokens in R rows. weights: [Q] or None.
-        bias: [R, Q, n] or None. softcap: or None. launches: how the kernel is started for each part.
+        bias: [R, Q, n] or None. softcap: or None. sinks: [R, Q] or None.
+        launches: how the kernel is started for each part.
 
     Returns:
         output [R, Q, D]; with weights, the statistics [R, n] and [T] of each part, else None and an empty list.
@@ -127,7 +130,7 @@ def fused(
             num_warps=started.warps,
             num_stages=started.stages,
         )
-    out, top, total = _merge(query, partials, starts, first_splits, full_splits)
+    out, top, total = _merge(query, sinks, partials, starts, first_splits, full_splits)
     if weights is None:
         return out, None, []
     weights = weights.float().contiguous()
@@ -164,12 +167,17 @@ def _with_part_bias(queries: Queries, part: Part) -> Queries:
 
 
 def _merge(
-    query: Tensor, partials: Partials, starts: Sequence[Tensor], first_splits: Sequence[int], full_splits: int
+    query: Tensor,
+    sinks: Tensor | None,
+    partials: Partials,
+    starts: Sequence[Tensor],
+    first_splits: Sequence[int],
+    full_splits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unite the splits of each row.
 
     Args:
-        query: [R, Q, D], for its shape and dtype. partials: what all splits left.
+        query: [R, Q, D], for its shape and dtype. sinks: [R, Q] or None. partials: what all splits left.
         starts: [R + 1] int32 of each part, as of :func:`make_splits`. first_splits: place of each part's splits.
         full_splits: splits of a row's full-precision tokens, which come before.
 
@@ -189,6 +197,8 @@ def _merge(
         out=out,
         top_out=top,
         total_out=total,
+        sinks=query if sinks is None else sinks.float().contiguous(),  # what is not there is not read
+        has_sinks=sinks is not None,
         partials=partials,
         split_start=split_start,
         parts=len(starts),

@@ -9,14 +9,17 @@ from fade_runtime.kernels.reference import Part
 from fade_runtime.kernels.triton.pack_kernel import dequantise
 from fade_runtime.storage.tiers import rank_in_row
 from predictor import rope
+from predictor.learned_sinks import with_sink_token
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, part: Part, bias: Tensor | None) -> Tensor:
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, part: Part, bias: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     """SDPA over the tokens of a layer, dequantised for this call.
 
     Args:
         query: [R, Q, D], already scaled. key, value: [R, n, D] full-precision tokens. part: T packed tokens in R rows.
-        bias: [R, Q, n] added to the scores of full-precision tokens, or None.
+        bias: [R, Q, n] added to the scores of full-precision tokens, or None. sinks: [R, Q] learned sinks, or None.
 
     Returns:
         [R, Q, D] in the query's dtype, zero where nothing is visible.
@@ -40,7 +43,8 @@ def dense(query: Tensor, key: Tensor, value: Tensor, part: Part, bias: Tensor | 
         if part.bias is not None:
             mask[row, :, place] = part.bias.to(mask.dtype)
         mask = mask[:, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query[:, None], all_keys[:, None], all_values[:, None], attn_mask=mask, scale=1.0
-    )[:, 0]
+    tokens = query[:, None], all_keys[:, None], all_values[:, None], mask
+    if sinks is not None:
+        tokens = with_sink_token(*tokens, scaling=1.0, sinks=sinks[:, None])
+    out = torch.nn.functional.scaled_dot_product_attention(*tokens, scale=1.0)[:, 0, :, : value.shape[2]]
     return out if mask is None else out.masked_fill((mask[:, 0] == -torch.inf).all(-1, keepdim=True), 0)

@@ -53,6 +53,7 @@ def merge_kernel(
     out,
     top_out,
     total_out,
+    sinks,
     partials,
     split_start,
     parts,
@@ -60,6 +61,7 @@ def merge_kernel(
     rows,
     full_splits,
     n_queries,
+    has_sinks: tl.constexpr,
     dim: tl.constexpr,
     columns: tl.constexpr,
     power: tl.constexpr,
@@ -70,18 +72,24 @@ def merge_kernel(
     Also writes the largest score and the sum of exponentials [R, Q] that statistics need.
 
     Args:
-        out: [R, Q, D]. top_out, total_out: [R, Q] float32. partials: :class:`Partials` of all splits.
+        out: [R, Q, D]. top_out, total_out: [R, Q] float32. sinks: [R, Q] float32, read if ``has_sinks``.
+        partials: :class:`Partials` of all splits.
         split_start: [parts, rows + 1] int32: a row's first split of each part of packed tokens, after ``first_split``.
         parts, rows: their numbers. full_splits: splits of a row's full-precision tokens, which come first.
         n_queries: Q. dim, columns: D, and columns of its tile. power: block of the Hadamard rotation.
         at_once: splits that are united at once.
     """
     row, q = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, columns)
+    d, where = tl.arange(0, columns), row * n_queries + q
     none = tl.max(tl.full((1,), LEAST, tl.float32), axis=0)
     zero, zeros = none * 0.0, tl.zeros((1, columns), tl.float32)
+    top, total = none, zero
+    if has_sinks:
+        sink = tl.load(sinks + where)
+        top = tl.maximum(sink, none)
+        total = tl.exp(sink - top)
     top, total, acc = fold_splits(
-        none, zero, zeros, 0, full_splits, row * full_splits, q, n_queries, d, partials, dim, at_once
+        top, total, zeros, 0, full_splits, row * full_splits, q, n_queries, d, partials, dim, at_once
     )
     top2, total2, acc2 = none, zero, zeros
     for part in range(parts):
@@ -94,7 +102,6 @@ def merge_kernel(
     scale, scale2 = tl.exp(top - new), tl.exp(top2 - new)
     total = tl.maximum(total * scale + total2 * scale2, 1.1754943508222875e-38)
     acc = (acc * scale + walsh(acc2, 1, columns, power) * scale2) / total
-    where = row * n_queries + q
     to = out + where * dim + d[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=(d < dim)[None, :])
     tl.store(top_out + where, new)

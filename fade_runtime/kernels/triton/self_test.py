@@ -51,11 +51,11 @@ def _results(device: torch.device, dim: int, bits: Bits, cap: float | None) -> d
     part, here = Part(stored), Part(moved(stored, device))
     if cap:  # with all that a kernel can do
         part, here = replace(part, bias=part_bias), replace(here, bias=part_bias.to(device))
-    full_bias = bias if cap else None
-    theirs = reference.attend(query, key, value, [part], weights, full_bias, cap)
+    full_bias, sinks = (bias, 2 * torch.randn(3, 5, generator=generator)) if cap else (None, None)
+    theirs = reference.attend(query, key, value, [part], weights, full_bias, cap, sinks)
     half_query, half_key, half_value = (each.to(device, torch.float16) for each in (query, key, value))
-    full_bias = None if full_bias is None else full_bias.to(device)
-    ours = triton.attend(half_query, half_key, half_value, [here], weights.to(device), full_bias, cap)
+    full_bias, sinks = (None if each is None else each.to(device) for each in (full_bias, sinks))
+    ours = triton.attend(half_query, half_key, half_value, [here], weights.to(device), full_bias, cap, sinks)
     unpacked = zip(dequantise(moved(stored, device), torch.float32), reference.dequantise(stored, torch.float32))
     again = quantise(body_key.to(device), body_value.to(device), stored.page_len.to(device), bits)
     plain = packed.quantise(body_key, body_value, stored.page_len, bits)

@@ -62,13 +62,14 @@ def _hiding(*shape: int) -> Tensor:
 
 
 def _call(packed: PackedTokens, rows: int, queries: int, full: int, masked: bool, **part: Any) -> Call:
-    """Arguments of a kernel, with statistics; masked: with biases and a cap."""
+    """Arguments of a kernel, with statistics; masked: with biases, a cap and sinks."""
     torch.manual_seed(queries)
     dim = packed.key_scale.shape[1]
     query, (key, value) = torch.randn(rows, queries, dim) * dim**-0.5 * 4, torch.randn(2, rows, full, dim)
     bias = _hiding(rows, queries, full) if masked else None
     stored = Part(packed, bias=_hiding(len(packed), queries) if masked else None, **part)
-    return Call(query, key, value, [stored], torch.rand(queries), bias, 3.0 if masked else None)
+    cap, sinks = (3.0, 2 * torch.randn(rows, queries)) if masked else (None, None)
+    return Call(query, key, value, [stored], torch.rand(queries), bias, cap, sinks)
 
 
 def _half(call: Call) -> Call:
@@ -216,13 +217,21 @@ def test_hidden_tokens_carry_nothing() -> None:
     packed = _packed([40, 8], 64, BITS[0], False)
     nothing = Part(packed, bias=torch.full((48, 2), -torch.inf))
     call = _call(packed, 2, 2, 6, masked=False)._replace(parts=[nothing])
-    out, mass, (body,) = _alone(*call._replace(bias=torch.full((2, 2, 6), -torch.inf)))
-    assert not any(bool(t.any()) for t in (out, mass, body))  # a padding query
+    for sinks in (None, torch.full((2, 2), -torch.inf), torch.zeros(2, 2)):
+        out, mass, (body,) = _alone(*call._replace(bias=torch.full((2, 2, 6), -torch.inf), sinks=sinks))
+        assert not any(bool(t.any()) for t in (out, mass, body))  # a padding query
     out, mass, (body,) = _alone(*call)
     expected, full_mass, _ = reference.attend(*call._replace(parts=[]))
     assert _difference(out, expected) < 1e-5
     assert _difference(mass, full_mass) < 1e-5
     assert not bool(body.any())
+
+
+def test_sinks_of_minus_infinity_are_none() -> None:
+    call = _call(_packed([70, 0, 9], 64, BITS[0], True), 3, 4, 30, masked=True)
+    alike = _alone(*call._replace(sinks=torch.full((3, 4), -torch.inf)))
+    plain = _alone(*call._replace(sinks=None))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(_flat(alike), _flat(plain), strict=True))
 
 
 def test_keys_may_lie_in_a_longer_buffer() -> None:
@@ -237,11 +246,11 @@ def test_keys_may_lie_in_a_longer_buffer() -> None:
 @pytest.mark.parametrize("lengths", [[70, 70], [70, 0, 9]], ids=str)
 def test_a_dequantised_layer_gives_the_same(lengths: list[int], masked: bool) -> None:
     packed = _packed(lengths, 64, BITS[0], masked)
-    query, key, value, (part,), _, bias, _ = _call(packed, len(lengths), 20, 7, masked)
-    expected = reference.attend(query, key, value, [part], None, bias)[0]
-    assert _difference(triton.dense(query, key, value, part, bias), expected) < 1e-5
+    query, key, value, (part,), _, bias, _, sinks = _call(packed, len(lengths), 20, 7, masked)
+    expected = reference.attend(query, key, value, [part], None, bias, None, sinks)[0]
+    assert _difference(triton.dense(query, key, value, part, bias, sinks), expected) < 1e-5
     hidden = Part(packed, bias=torch.full((len(packed), 20), -torch.inf))
-    nothing = triton.dense(query, key, value, hidden, torch.full((len(lengths), 20, 7), -torch.inf))
+    nothing = triton.dense(query, key, value, hidden, torch.full((len(lengths), 20, 7), -torch.inf), sinks)
     assert not bool(nothing.any())
 
 

@@ -82,7 +82,7 @@ def _attend(
     window: int = 132,
     page: int = 64,
 ) -> None:
-    """Compile what one decode step launches, as the launch table says; everything: statistics, biases, a cap."""
+    """Compile what one decode step launches, as the launch table says; everything: statistics, biases, a cap, sinks."""
     driver.set_active(_Target(capability))
     slots = torch.arange(tokens)
     low = None if kind == "plain" else slots % 2 == 0
@@ -94,8 +94,8 @@ def _attend(
         part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), slots, part.bias)
     full = torch.randn(3, 1, window, dim).to(dtype)
     weights, bias = (torch.ones(8), torch.zeros(1, 8, window)) if everything else (None, None)
-    query, cap = full[0, :, :8], 30.0 if everything else None
-    triton.fused(query, full[1], full[2], [part], weights, bias, cap, [triton.launch_of(query, part)])
+    query, cap, sinks = full[0, :, :8], 30.0 if everything else None, torch.zeros(1, 8) if everything else None
+    triton.fused(query, full[1], full[2], [part], weights, bias, cap, sinks, [triton.launch_of(query, part)])
 
 
 CASES = {
