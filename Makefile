@@ -58,7 +58,7 @@ demo: $(STAMP) $(MODEL)
 	$(call step,6/6 evaluate every policy at equal budget,$(RUN) pipelines.evaluate --config configs/eval_demo.yaml)
 	@printf '\nReport: artefacts/eval/demo/report.html\n'
 
-# What is trained here, measured where it was not trained. HELD_OUT: a list of text, as --held_out and --text take it.
+# What is trained here, measured where it was not trained. HELD_OUT: a list of text, as --text takes it.
 HELD_OUT ?= ["builtin:readmes"]
 CHAMPION := --predictors '{shipped: "models:/smollm2-135m-instruct@champion"}' --text '$(HELD_OUT)' --documents 8
 CHOOSING := --predictors '[artefacts/fit/ema_bank_learned, artefacts/fit/ema_bank_16_learned]'
@@ -67,7 +67,7 @@ learned: $(STAMP) $(MODEL)
 		$(RUN) pipelines.collect_traces --config configs/collect_learned.yaml $(if $(TEXT),--text '$(TEXT)'))
 	$(call step,2/7 train the token MLP,$(BIN)/lightning fit --config configs/fit_learned.yaml)
 	$(call step,3/7 bundle; measure in the cache; register,\
-		$(RUN) pipelines.register --config configs/register_learned.yaml --held_out '$(HELD_OUT)')
+		$(RUN) pipelines.register --config configs/register_learned.yaml --text '$(HELD_OUT)')
 	$(call step,4/7 how many documents head budgets need,\
 		$(RUN) pipelines.budget_study --traces artefacts/traces/learned --out artefacts/eval/learned/study.md)
 	$(call step,5/7 train networks that choose again while decoding: each step; each 16 steps,\

@@ -46,6 +46,11 @@ class Text(NamedTuple):
     text: str
     whole: bool = False
 
+    @property
+    def record(self) -> str:
+        """The file or record that it is a section of; a text of the built-in corpus is of a module or page."""
+        return self.origin.rpartition(":")[0] or self.origin
+
 
 def builtin_families(seed: int, only: str = "") -> list[Iterator[Text]]:
     """Open the families of the built-in corpus, each a lazy stream in an order drawn from ``seed``.

@@ -11,6 +11,7 @@ import torch
 from data.gguf import forget_quantiser, is_gguf, refuse_missing_readers
 from predictor.errors import FadeError, first_line
 
+DEMO_MODEL = "artefacts/models/smollm2-135m-instruct"  # that `pipelines.demo_model` writes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,16 +60,29 @@ def load_tokenizer(name: str | Path) -> Any:
     return _load(AutoTokenizer, name)
 
 
+def load_config(name: str | Path) -> Any:
+    """Load the configuration of a model alone, which costs nothing.
+
+    Raises:
+        FadeError: a directory or file that is missing or has none; an id the hub does not give.
+    """
+    from transformers import AutoConfig  # heavy: only where one is loaded
+
+    return _load(AutoConfig, name)
+
+
 def positions_of(model: Any) -> int | None:
-    """Tokens that a model was made to read at most; None where its configuration sets no limit."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Tokens that a model, or one of this configuration, was made to read at most; None where it sets no limit."""
+    config = getattr(model, "config", model)
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def refuse_too_long(model: Any, tokens: int, what: str, remedy: str) -> None:
     """Refuse to let a model read more tokens than it was made for.
 
     Args:
-        model: of transformers. tokens: that it would read. what: opens the message, with a verb: "context 9000 passes".
+        model: of transformers, or its configuration. tokens: that it would read.
+        what: opens the message, with a verb: "context 9000 passes".
         remedy: what to change.
 
     Raises:
@@ -76,7 +90,7 @@ def refuse_too_long(model: Any, tokens: int, what: str, remedy: str) -> None:
     """
     limit = positions_of(model)
     if limit and tokens > limit:
-        name = model.config.name_or_path or type(model).__name__
+        name = getattr(model, "config", model).name_or_path or type(model).__name__
         raise FadeError(f"{what} the {limit} positions of {name}; {remedy}")
 
 

@@ -11,8 +11,10 @@ import torch
 
 from data.chat import chat_frame, chat_renderer
 from data.continuation import KINDS
-from data.lm import encode
-from data.text import Document, corpus_hash, load_documents
+from data.leaks import pack_keys
+from data.lm import DEMO_MODEL, encode
+from data.packing import Document
+from data.text import corpus_hash, load_documents
 from data.trace import HASHED, HIDDEN_VERSION, SCHEMA_VERSION
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
@@ -27,7 +29,7 @@ class CollectSettings:
             code, FILE.jsonl or FILE.parquet (text or chat messages; FILE.jsonl:FIELD+FIELD for others), folders of
             them, or "hf:NAME[:CONFIG[:SPLIT[:FIELD]]]".
         validation_text: sources of the validation documents, held out from training; by default those of text.
-        model: model directory or hub id of the language model that is watched.
+        model: directory, GGUF file or hub id of the language model that is watched; by default the demo's.
         out: folder of the collection.
         train_documents: number of documents to train on.
         validation_documents: number of documents to validate on.
@@ -53,7 +55,7 @@ class CollectSettings:
 
     text: dict[str, float] | list[str] | str = field(default_factory=lambda: ["builtin"])
     validation_text: dict[str, float] | list[str] | str = field(default_factory=list)
-    model: str = "artefacts/models/smollm2-135m-instruct"
+    model: str = DEMO_MODEL
     out: str = "artefacts/traces/demo"
     train_documents: int = 12
     validation_documents: int = 4
@@ -204,6 +206,7 @@ def begin_manifest(settings: CollectSettings, tasks: list[Task]) -> dict[str, An
                 "source": task.document.source,
                 "split": task.document.split,
                 "origins": list(task.document.origins),
+                "passages": pack_keys(task.document.keys),
                 "prompt": task.prompt,
                 "tokens": task.prompt + task.future,
                 "shard": task.shard,

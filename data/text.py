@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain
 
 from data.chat import Render, role_lines
-from data.corpus import Text
-from data.sources import open_source, passages
+from data.packing import Document, Packer, Reading
+from data.sources import open_source
 from predictor.errors import FadeError
-
-PASSAGE = 60  # characters; a passage at least this long appears once in all documents
 
 Sources = Sequence[str] | Mapping[str, float]  # taken in turn, or in proportion to weights
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text for the language model to read.
-
-    Attributes:
-        id: source and the hash of the text; the same text has the same id everywhere.
-        source: the family it comes from.
-        split: ``"train"`` or ``"validation"``.
-        text: the text.
-        origins: files, topics or records it was put together from; no train origin is a validation origin.
-        chat: the text is made of chats in the model's template, or in lines of roles.
-    """
-
-    id: str
-    source: str
-    split: str
-    text: str
-    origins: tuple[str, ...]
-    chat: bool = False
+class TooLittleText(FadeError):
+    """The sources do not hold as many documents as were asked for."""
 
 
 def load_documents(
@@ -55,7 +35,8 @@ def load_documents(
 
     Args:
         sources: any of those below. A list gives documents in turn from each, and goes on with the others when one
-            has no more. A mapping source -> weight gives each its quota of either split, within one document.
+            has no more. A mapping source -> weight gives each its quota of either split, within one document. The texts
+            of a source (files, records, modules) take turns too, as long as there is enough text for that.
 
             - ``"builtin"``, or one of its families such as ``"builtin:topics"``;
             - a file of text or code; ``FILE.jsonl`` or ``FILE.parquet``, whose records have a ``text`` or are chats
@@ -86,22 +67,30 @@ def load_documents(
     """
     if not sources:
         raise FadeError('text names no source; give "builtin", a file, a folder or "hf:NAME"')
-    read = _Read(length, measure, set(), {})
-    mixed = _Mix(sources, read, seed, render)
-    apart = _Mix(held_out, read, seed, render, held_out=True) if held_out else mixed
-    documents: list[Document] = []
-    # validation first: every source is in it, and it stays the same when more train documents are asked for
-    for mix, split, wanted in ((apart, "validation", validation), (mixed, "train", train)):
-        drawn = mix.draw(split, wanted)
-        if len(drawn) < wanted:
-            long = f" ({read.long} passages have more each: blank lines within them would help)" if read.long else ""
-            raise FadeError(
-                f"{mix.name} gives {len(drawn) + len(documents) * (mix is mixed)} documents of at least {length} "
-                f"{_unit(measure)}{long} but {train} train and {validation} validation documents were asked for; "
-                "add text, or ask for fewer or shorter documents"
-            )
-        documents = drawn + documents
-    return documents
+    wanted = {"validation": validation, "train": train}
+
+    def draw(turns: bool) -> list[Document]:
+        read = Reading(length, measure, turns)
+        mixed = _Mix(sources, read, seed, render)
+        apart = _Mix(held_out, read, seed, render, held_out=True) if held_out else mixed
+        documents: list[Document] = []
+        # validation first: every source is in it, and it stays the same when some more train documents are asked for
+        for mix, split in ((apart, "validation"), (mixed, "train")):
+            drawn = mix.draw(split, wanted[split])
+            if len(drawn) < wanted[split]:
+                long = f" ({read.long} passages have more each: blank lines within them would help)" * bool(read.long)
+                raise TooLittleText(
+                    f"{mix.name} gives {len(drawn) + len(documents) * (mix is mixed)} documents of at least {length} "
+                    f"{_unit(measure)}{long} but {train} train and {validation} validation documents were asked for; "
+                    "add text, or ask for fewer or shorter documents"
+                )
+            documents = drawn + documents
+        return documents
+
+    try:
+        return draw(turns=True)
+    except TooLittleText:
+        return draw(turns=False)  # what turns leave of a text that validation has begun is lost to training
 
 
 def corpus_hash(documents: Sequence[Document]) -> str:
@@ -112,21 +101,10 @@ def corpus_hash(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-@dataclass
-class _Read:
-    """What all sources of one call share: lengths, passages that were taken, texts that are held out."""
-
-    length: int
-    measure: Callable[[str], int]
-    passages: set[bytes]
-    held_out: dict[bytes, str]  # hash of a text that validation alone may read -> its origin
-    long: int = 0  # passages that alone are longer than a document has to be
-
-
 class _Mix:
     """Several sources, each of one or more families; draws documents from them in turn or by weight."""
 
-    def __init__(self, sources: Sources, read: _Read, seed: int, render: Render, held_out: bool = False):
+    def __init__(self, sources: Sources, read: Reading, seed: int, render: Render, held_out: bool = False):
         self.name = "validation_text" if held_out else "text"
         self.weighted = isinstance(sources, Mapping)
         weights = dict(sources) if isinstance(sources, Mapping) else dict.fromkeys(sources, 1)
@@ -135,14 +113,14 @@ class _Mix:
                 raise FadeError(f"{self.name} {source} has weight {weight}; give a number above 0, or leave it out")
         self.weights = {source: Fraction(weight).limit_denominator(10**6) for source, weight in weights.items()}
         self.packers = {
-            source: [_Packer(family, read, held_out) for family in open_source(source, seed, render)]
+            source: [Packer(family, read, held_out) for family in open_source(source, seed, render)]
             for source in weights
         }
 
     def draw(self, split: str, wanted: int) -> list[Document]:
         """Draw documents, fewer than wanted when the text is used up, from origins that no other split has."""
         for packer in chain(*self.packers.values()):
-            packer.leave_origin()
+            packer.leave_origins()
         drawn: list[Document] = []
         counts = dict.fromkeys(self.weights, 0)
         while len(drawn) < wanted and counts:
@@ -152,7 +130,7 @@ class _Mix:
                 drawn.append(document)
                 counts[source] += 1
             elif self.weighted and len(self.weights) > 1:
-                raise FadeError(
+                raise TooLittleText(
                     f"{self.name} {source} gives {counts[source]} {split} documents, its weight of "
                     f"{float(self.weights[source]):g} asks for more; add text to it, lower its weight, or ask for "
                     "fewer or shorter documents"
@@ -190,69 +168,6 @@ def next_source(counts: Mapping[str, int], weights: Mapping[str, Fraction]) -> s
     per_weight = (1 + sum(counts.values())) / sum(weights[source] for source in counts)
     due = {source: count for source, count in counts.items() if count < weights[source] * per_weight}
     return min(due, key=lambda source: (due[source] + 1) / weights[source])
-
-
-class _Packer:
-    """Turns one family of texts into documents, passage by passage, dropping passages that were seen before."""
-
-    def __init__(self, family: Iterator[Text], read: _Read, held_out: bool):
-        self._read, self._held_out = read, held_out
-        self._stream = self._fresh_passages(family)
-        self._left: str | None = None  # origin whose remaining passages are passed over
-        self._last: str | None = None  # origin of the newest passage that went into a document
-
-    def leave_origin(self) -> None:
-        """Take nothing more from the origin that the last document ended in."""
-        self._left = self._last
-
-    def draw(self, split: str) -> Document | None:
-        """Make the next document, or None when the family has too little text left."""
-        parts: list[str] = []
-        origins: dict[str, None] = {}
-        have, length, measure = 0, self._read.length, self._read.measure
-        for (source, origin, _, whole), passage in self._stream:
-            if origin == self._left:
-                continue
-            if parts and origin not in origins and not whole:
-                parts.append("\n\n")
-            parts.append(passage)
-            origins[origin] = None
-            self._last = origin
-            size = measure(passage)
-            self._read.long += size > length and not whole
-            have += size
-            if have >= length and measure("".join(parts)) >= length:
-                text = "".join(parts)
-                name = hashlib.sha256(text.encode()).hexdigest()[:12]
-                return Document(f"{source}/{name}", source, split, text, tuple(origins), whole)
-        return None
-
-    def _fresh_passages(self, family: Iterator[Text]) -> Iterator[tuple[Text, str]]:
-        for text in family:
-            self._hold_out(text)
-            for passage in [text.text] if text.whole else passages(text.text):
-                key = _key(passage)
-                if key in self._read.passages:
-                    continue
-                if key is not None:
-                    self._read.passages.add(key)
-                yield text, passage
-
-    def _hold_out(self, text: Text) -> None:
-        key = _key(text.text)
-        if key is not None and self._held_out:
-            self._read.held_out[key] = text.origin
-        elif key in self._read.held_out:
-            raise FadeError(
-                f"text {text.origin} is also in validation_text ({self._read.held_out[key]}), which is held out from "
-                "training; take it out of one of them"
-            )
-
-
-def _key(passage: str) -> bytes | None:
-    """Hash of the words of a passage, or None when it is too short to be told from a heading."""
-    words = " ".join(passage.split())
-    return hashlib.blake2b(words.lower().encode(), digest_size=8).digest() if len(words) >= PASSAGE else None
 
 
 def _unit(measure: Callable[[str], int]) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from pipelines.cli import DEMO_MODEL, run
+from pipelines.cli import run
 from pipelines.evaluation.certificate import HeldOutTexts
+from pipelines.models import model_of
 from pipelines.reporting.rows import mean
 from predictor.bundle import load_bundle
 from predictor.certificate import QUANTILE, Rung, upper_bound
@@ -20,8 +22,9 @@ class CertifySettings:
 
     Args:
         bundle: directory of the bundle.
-        model: directory or hub id of the language model that it was trained for.
-        held_out: text of sources that were not trained on (as for collect_traces).
+        model: directory, GGUF file or hub id of the language model that it was trained for, if that is not where the
+            bundle says.
+        text: what is measured on, none of it trained on (as for collect_traces).
         documents: how many texts; 14 answer for a share .8 with a confidence of .95, 24 do so with one text to spare.
         context: tokens of each text before decoding starts.
         steps: tokens decoded after it, teacher-forced.
@@ -29,9 +32,11 @@ class CertifySettings:
         share: of texts, of what is printed.
     """
 
+    OLD_NAMES: ClassVar[dict[str, str]] = {"held_out": "text"}
+
     bundle: str
-    model: str = DEMO_MODEL
-    held_out: list[str] = field(default_factory=lambda: ["builtin:readmes"])
+    model: str | None = None
+    text: list[str] = field(default_factory=lambda: ["builtin:readmes"])
     documents: int = 24
     context: int = 1024
     steps: int = 64
@@ -58,9 +63,9 @@ def certify_bundle(settings: CertifySettings) -> None:
     the given share of such texts stays below at the given confidence.
     """
     predictor = load_bundle(settings.bundle)
-    trained_on = [each.rpartition(" ")[0] for each in str(predictor.manifest.get("sources", "")).split(", ")]
-    texts = HeldOutTexts(settings.model, settings.held_out, settings.documents, settings.context, settings.steps)
-    measured = texts.ladder(predictor, trained_on)
+    model = model_of(settings.model, [predictor])
+    held_out = HeldOutTexts(model, settings.text, settings.documents, settings.context, settings.steps)
+    measured = held_out.load(predictor, held_out.read(predictor.manifest)).ladder(predictor)
     predictor.save(settings.bundle, certificate={**(predictor.certificate or {}), "ladder": measured})
     print(ladder_table([Rung(**each) for each in measured["rungs"]], settings.share, settings.confidence))
 

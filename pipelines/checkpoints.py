@@ -51,12 +51,15 @@ def refuse_other_traces(manifest: Mapping[str, Any], what: str, traces: Traces) 
 
 
 def trace_facts(traces: Traces) -> dict[str, Any]:
-    """What a bundle remembers of its traces: how much of which text, and a hash that names exactly these."""
+    """What a bundle remembers of its traces: the model, how much of which text, and hashes of it."""
     manifest = traces.manifest
     documents, shards = manifest["documents"], manifest["shards"]
+    passages = [document["passages"] for document in documents if "passages" in document]
     splits = Counter(document["split"] for document in documents)
     sources = Counter(document["source"] for document in documents)
+    whole = {"passages": passages} if len(passages) == len(documents) else {}  # or they are of an earlier release
     return {
+        "model": str(manifest["settings"]["model"]),
         "train_documents": splits["train"],
         "validation_documents": splits["validation"],
         "prompt_tokens": sum(document["prompt"] for document in documents),
@@ -64,4 +67,5 @@ def trace_facts(traces: Traces) -> dict[str, Any]:
         "sources": ", ".join(f"{source} {count}" for source, count in sorted(sources.items())),
         "text_sha256": manifest["corpus"]["sha256"],
         "traces_sha256": hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest(),
+        **whole,
     }

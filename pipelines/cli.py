@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 MISTAKES = (FadeError, OSError, argparse.ArgumentError)
 DEBUG = "--debug"
 AGAIN = "run the same command again"
-DEMO_MODEL = "artefacts/models/smollm2-135m-instruct"  # that `pipelines.demo_model` writes
 _CHATTY = (
     "lightning",
     "lightning.pytorch",
@@ -66,7 +66,7 @@ def run(
     def body(args: list[str]) -> Any:
         options = parser.parse_args(args).as_dict()
         options.pop("config", None)
-        return call(command, options)
+        return call(command, with_new_names(options, old_names(command)))
 
     return guarded(body, argv, lambda: options_of(parser), again)
 
@@ -80,6 +80,26 @@ def call(command: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     """
     settings = settings_of(command)
     return command(**options) if settings is None else command(settings(**options))
+
+
+def old_names(command: Callable[..., Any]) -> dict[str, str]:
+    """Old name -> name of options that earlier releases called otherwise: ``OLD_NAMES`` of the command's settings."""
+    return getattr(settings_of(command), "OLD_NAMES", {})
+
+
+def with_new_names(options: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Options by their names of today; an old one that was used is said on standard error.
+
+    Example:
+        >>> with_new_names({"text": ["a"], "held_out": None}, {"held_out": "text"})
+        {'text': ['a']}
+    """
+    left = {name: value for name, value in options.items() if name not in renamed}
+    for old, name in renamed.items():
+        if options.get(old) is not None:
+            print(f"option '{old}' is now called '{name}'; the old name will go", file=sys.stderr)
+            left[name] = options[old]
+    return left
 
 
 def settings_of(command: Callable[..., Any]) -> type | None:
@@ -105,6 +125,9 @@ def parser_of(command: Callable[..., Any], positional: bool = False, prog: str |
     parser.add_argument("--config", action="config", help="flat YAML file with any of the options below")
     if (settings := settings_of(command)) is not None:
         parser.add_class_arguments(settings, as_group=False)
+        kinds = get_type_hints(settings)
+        for old, name in old_names(command).items():
+            parser.add_argument(f"--{old}", type=kinds[name] | None, default=SUPPRESS, help=SUPPRESS)
     else:
         parser.add_function_arguments(command, as_group=False, as_positional=positional)
     return parser

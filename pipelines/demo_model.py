@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from data.gguf import in_package, is_gguf, join, refuse_missing_readers
-from data.lm import load_lm
-from pipelines.cli import DEMO_MODEL, run
+from data.lm import DEMO_MODEL, load_lm
+from pipelines.cli import run
 from predictor.errors import FadeError
 from predictor.files import write_aside
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipelines.evaluation.peers import versions
 from pipelines.evaluation.report import document_rows, method_rows, report, source_rows, tables
 from pipelines.evaluation.runs import Method, full_bytes_of_token
 from pipelines.evaluation.sizing import Sized, equally_sized, to_fit, with_fitted
+from pipelines.models import model_of
 from pipelines.plots import heatmap, occupancy
 from pipelines.plots.heatmap import HeadMap
 from pipelines.plots.quality import quality_against_bytes
@@ -46,7 +47,8 @@ class EvaluateSettings:
     """Options of `pipelines.evaluate`.
 
     Args:
-        model: directory or hub id of a causal language model, loaded in float32.
+        model: directory, GGUF file or hub id of a causal language model, loaded in float32; by default the one that the
+            first predictor, or else the traces, were made with.
         methods: of full, safe (4 bits, nothing evicted), position, h2o, ema, adaptive, learned (each predictor),
             fastgen (at most the budget), and names of configs.
         configs: name -> options of FadeConfig, `{k4v2: {int4_budget: 0, low_budget: null}}`; the option
@@ -69,13 +71,13 @@ class EvaluateSettings:
         context: tokens of each document before decoding starts.
         steps: tokens decoded after it, teacher-forced.
         speed: decode one token at a time and time it; with false, several times faster, the table has no speed.
-        heatmap_layer: layer of the attention heat map.
+        heatmap_layer: layer of the attention heat map; by default the middle one of those in the traces.
         heatmap_head: kv head of the attention heat map.
         out: folder to write; one that is there is replaced at the end.
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
     """
 
-    model: str = cli.DEMO_MODEL
+    model: str | None = None
     methods: list[str] = field(default_factory=lambda: list(METHODS))
     configs: dict[str, dict[str, Any]] | None = None
     predictors: dict[str, str] | None = None
@@ -87,7 +89,7 @@ class EvaluateSettings:
     context: int = 1024
     steps: int = 64
     speed: bool = True
-    heatmap_layer: int = 10
+    heatmap_layer: int | None = None
     heatmap_head: int = 0
     out: str = "artefacts/eval/demo"
     tracking_uri: str | None = None
@@ -116,7 +118,8 @@ def evaluate(settings: EvaluateSettings) -> int:
     """
     predictors = load_predictors(settings.predictors, settings.tracking_uri)
     traces = None if settings.traces is None else Traces(settings.traces)
-    lm, tokenizer = load_lm(settings.model, "float32")
+    settings = replace(settings, model=model_of(settings.model, predictors.values(), traces))
+    lm, tokenizer = load_lm(str(settings.model), "float32")
     check_model(lm, predictors, settings)
     texts = read_texts(settings, traces, tokenizer)
     skipped = Skipped()

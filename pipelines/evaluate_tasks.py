@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pipelines.evaluation.task_report import answer_rows, over_all, report, tabl
 from pipelines.evaluation.task_runner import COMPRESS, TaskRunner
 from pipelines.evaluation.tasks import TASKS
 from pipelines.evaluation.tasks.task import Example, PromptBuilder, Task
+from pipelines.models import model_of
 from pipelines.plots import needle_map
 from pipelines.plots.quality import losses_by_task, pyplot
 from pipelines.reporting.html import renderer, write_report
@@ -43,7 +44,8 @@ class TaskSettings:
     """Options of `pipelines.evaluate_tasks`.
 
     Args:
-        model: directory or hub id of a causal language model, loaded in float32.
+        model: directory, GGUF file or hub id of a causal language model, loaded in float32; by default the one that the
+            first predictor was made with.
         tasks: of copy, needle, many keys, lines, key-value, topics, probes, which need no file; and of wikitext, books,
             gsm8k, multi_news, passage_retrieval, altqa, paperqa, senhallu, private_eval, humaneval, mt_bench.
         methods: of safe, position, h2o, ema, adaptive, learned (each predictor), and names of configs; the full cache
@@ -65,7 +67,7 @@ class TaskSettings:
         tracking_uri: where names are looked up; default MLFLOW_TRACKING_URI, then the demo's store.
     """
 
-    model: str = cli.DEMO_MODEL
+    model: str | None = None
     tasks: list[str] = field(default_factory=lambda: list(GENERATED))
     methods: list[str] = field(default_factory=lambda: ["safe", "h2o"])
     configs: dict[str, dict[str, Any]] | None = None
@@ -147,7 +149,8 @@ def evaluate_tasks(settings: TaskSettings) -> int:
     """
     pyplot(), renderer()  # before the time is spent
     predictors = load_predictors(settings.predictors, settings.tracking_uri)
-    lm, tokenizer = load_lm(settings.model, "float32")
+    settings = replace(settings, model=model_of(settings.model, predictors.values()))
+    lm, tokenizer = load_lm(str(settings.model), "float32")
     for predictor in predictors.values():
         predictor.check(lm)
     skipped = Skipped()

@@ -18,6 +18,7 @@ from fade_runtime.transformers_api import forward_kwargs
 from pipelines import cli
 from pipelines.evaluation.methods import check_preset, from_preset
 from pipelines.integrations.guard_progress import Exporters, MlflowMetrics, ProgressLine, report_line
+from pipelines.models import model_of
 from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.registry import load_predictor
@@ -30,7 +31,8 @@ class GenerateSettings:
     """Options of `pipelines.generate`.
 
     Args:
-        model: directory or hub id of a causal language model.
+        model: directory, GGUF file or hub id of a causal language model; by default the one that the predictor was made
+            with.
         predictor: `models:/NAME@alias`, `models:/NAME/3`, a bundle directory or a hub id; its score then
             decides what is evicted.
         preset: safe, balanced or aggressive; by default balanced with a predictor or policy, else safe.
@@ -53,7 +55,7 @@ class GenerateSettings:
         telemetry: file that gets a line of JSON for each reassignment of each layer: tokens per tier, bytes, time.
     """
 
-    model: str = cli.DEMO_MODEL
+    model: str | None = None
     predictor: str | None = None
     preset: str | None = None
     policy: str | None = None
@@ -88,7 +90,8 @@ def generate(settings: GenerateSettings) -> None:
         raise FadeError("log_guard has nothing to log; add --guard rollback or --guard warn")
     text = read_prompt(settings.prompt, settings.prompt_file)
     events = None if settings.telemetry is None else JsonlExporter(settings.telemetry)
-    lm, tokenizer = load_lm(settings.model, settings.dtype)
+    named = model_of(settings.model, [] if predictor is None else [predictor])
+    lm, tokenizer = load_lm(named, settings.dtype)
     inputs = chat_inputs(tokenizer, text or builtin_prompt(tokenizer, settings.prompt_tokens))
     cache = create_tiered_cache(lm, config=config)
     line, metrics = ProgressLine() if settings.guard != "off" else None, guard_metrics(settings, config)

@@ -1,22 +1,33 @@
-"""Checkpoint -> bundle -> registry: `python -m pipelines.register --checkpoint artefacts/fit/mlp --name NAME`."""
+"""Checkpoint -> bundle -> registry: `python -m pipelines.register --checkpoint artefacts/fit/mlp`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
 from data.trace import Traces
-from pipelines.checkpoints import load_checkpoint, refuse_other_traces
-from pipelines.cli import DEMO_MODEL, run
-from pipelines.evaluation.certificate import CLOSED_FORM, THIS, HeldOutTexts, as_facts, verdict
+from pipelines.checkpoints import load_checkpoint, refuse_other_traces, trace_facts
+from pipelines.cli import run
+from pipelines.evaluation.certificate import (
+    CLOSED_FORM,
+    LADDER,
+    THIS,
+    HeldOutTexts,
+    Measuring,
+    as_facts,
+    verdict,
+)
+from pipelines.models import model_of, name_of
+from pipelines.reporting.rows import mean
 from predictor.budgets import HeadBudgets, learn_budgets
 from predictor.bundle import Predictor
+from predictor.certificate import Rung, ladder, smallest_budget
 from predictor.errors import FadeError
 from predictor.heuristics import GATE, best_heuristic
 from predictor.nets import TokenMLP
@@ -24,6 +35,7 @@ from predictor.registry import register_bundle
 from predictor.scorenet import ScoreNet, token_scores
 
 NOT_PROMOTED = 3  # exit status: registered, but not good enough for the alias
+LARGEST = max(filter(None, LADDER))  # budget to compare at where none meets the target
 
 
 @dataclass(frozen=True)
@@ -32,30 +44,35 @@ class RegisterSettings:
 
     Args:
         checkpoint: folder that ``lightning fit`` wrote (its option ``output``), or a bundle.
-        name: of the registered model.
+        name: of the registered model; by default that of the language model.
         traces: folder of the traces that the predictor was trained on.
         bundle: folder to write the bundle to; artefacts/bundles/NAME by default.
         alias: set on the new version if it is good enough.
-        model: directory or hub id of the language model that it was trained for.
-        held_out: text to measure on in the cache, of sources that were not trained on (as for collect_traces).
-        held_out_documents: how many documents of it; each is measured as it is, and as the source of a copy.
+        model: directory, GGUF file or hub id of the language model, if that is not where the traces say.
+        text: what is measured on in the cache, none of it trained on (as for collect_traces).
+        documents: how many documents of it; each is measured as it is, and as the source of a copy.
         context: tokens of each document before decoding starts.
         steps: tokens decoded after it, teacher-forced.
-        budget: share of the context that is kept in the body of the cache.
+        kl: target: the smallest budget whose mean KL is at most this is recommended.
+        budget: share of the context kept in the body of the cache at which the predictor is compared with all that is
+            built in; by default the recommended one.
         tracking_uri: MLflow tracking URI; MLFLOW_TRACKING_URI by default, else sqlite under artefacts.
     """
 
+    OLD_NAMES: ClassVar[dict[str, str]] = {"held_out": "text", "held_out_documents": "documents"}
+
     checkpoint: str = "artefacts/fit/mlp"
-    name: str = "smollm2-135m-mlp"
+    name: str | None = None
     traces: str = "artefacts/traces/demo"
     bundle: str | None = None
     alias: str = "champion"
-    model: str = DEMO_MODEL
-    held_out: list[str] = field(default_factory=lambda: ["builtin:readmes"])
-    held_out_documents: int = 2
+    model: str | None = None
+    text: list[str] = field(default_factory=lambda: ["builtin:readmes"])
+    documents: int = 2
     context: int = 1024
     steps: int = 32
-    budget: float = 0.25
+    kl: float = 0.01
+    budget: float | None = None
     tracking_uri: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,19 +81,16 @@ class RegisterSettings:
         Raises:
             FadeError: names those that cannot be.
         """
-        if self.steps < 2 or self.held_out_documents < 1 or not 0 < self.budget <= 1:
+        budget = 1 if self.budget is None else self.budget
+        if self.steps < 2 or self.documents < 1 or not self.kl > 0 or not 0 < budget <= 1:
             raise FadeError(
-                f"steps {self.steps}, held_out_documents {self.held_out_documents}, budget {self.budget}: "
-                "use at least 2, at least 1, and a share in (0, 1]"
+                f"steps {self.steps}, documents {self.documents}, kl {self.kl}, budget {self.budget}: "
+                "use at least 2, at least 1, more than 0, and a share in (0, 1]"
             )
 
-    def texts(self) -> HeldOutTexts:
-        """The text that is measured on in the cache."""
-        return HeldOutTexts(self.model, self.held_out, self.held_out_documents, self.context, self.steps)
-
-    def folders(self) -> tuple[Path, Path]:
+    def folders(self, name: str) -> tuple[Path, Path]:
         """Folders of the bundle, and of the closed form where that takes its place."""
-        folder = Path(self.bundle or f"artefacts/bundles/{self.name}")
+        folder = Path(self.bundle or f"artefacts/bundles/{name}")
         return folder, folder.with_name(f"{folder.name}-closed-form")
 
 
@@ -85,26 +99,30 @@ def register(settings: RegisterSettings) -> int:
 
     Measures recovery on the validation documents of the traces it was trained on, learns from the training
     documents how much each kv head must keep, unless the checkpoint brings that (configs/fit_heads_demo.yaml), then
-    measures in the cache, on text of another source, what it costs the language model: KL on average, KL of the
-    worst text, KL where the text is a copy, top-1. Writes a bundle with all of it and registers it as the next
-    version. The alias is set when its recovery is at least that of the best heuristic, and in the cache it is
-    nowhere worse than position, h2o, ema, or the untrained closed form with head budgets of its own, and somewhere
-    better than the heuristics; otherwise one line says why not and the exit status is 3. Where only the closed form
-    with its head budgets is better than the trained network, it is registered and promoted instead.
+    measures in the cache, on other text, what it costs the language model: KL at several budgets, of which the
+    smallest that meets the target is recommended; there KL on average, KL of the worst text, KL where the text is a
+    copy, top-1. Writes a bundle with all of it and registers it as the next version. The alias is set when its
+    recovery is at least that of the best heuristic, and in the cache it is nowhere worse than position, h2o, ema, or
+    the untrained closed form with head budgets of its own, and somewhere better than the heuristics; otherwise one
+    line says why not and the exit status is 3. Where only the closed form with its head budgets is better than the
+    trained network, it is registered and promoted instead.
 
     Returns:
         The exit status: 0 promoted, 3 registered without the alias.
     """
     predictor, traces = load_checkpoint(settings.checkpoint), Traces(settings.traces)
     refuse_other_traces(predictor.manifest, f"checkpoint {settings.checkpoint}", traces)
+    model = model_of(settings.model, traces=traces)
+    held_out = HeldOutTexts(model, settings.text, settings.documents, settings.context, settings.steps)
+    texts = held_out.read(trace_facts(traces))  # before anything is measured
     if predictor.budgets is None:
         predictor.budgets = head_budgets(predictor.net, settings.traces)
     trained = measured_on_traces(predictor, settings.traces)
     print(format_table(trained.metrics.table()))
     candidates = [trained]
     if trained.promoted:
-        candidates += certify_candidate(trained, settings, traces)
-    return publish_candidates(candidates, settings)
+        candidates += certify_candidate(trained, held_out.load(predictor, texts), settings)
+    return publish_candidates(candidates, settings, settings.name or name_of(model))
 
 
 @dataclass
@@ -128,20 +146,28 @@ def measured_on_traces(predictor: Predictor, traces: str) -> Candidate:
     return Candidate(predictor, metrics, promoted=recovery >= best_recovery, reason=reason)
 
 
-def certify_candidate(trained: Candidate, settings: RegisterSettings, traces: Traces) -> list[Candidate]:
-    """Measure a candidate in the cache, and give what is promoted a ladder; returns who may take its place."""
-    predictor, texts = trained.predictor, settings.texts()
+def certify_candidate(trained: Candidate, measuring: Measuring, settings: RegisterSettings) -> list[Candidate]:
+    """Measure a candidate in the cache; returns who may take its place."""
+    predictor = trained.predictor
     spec, manifest = replace(predictor.spec, hidden=False), {**predictor.manifest, "epoch": 0}
     closed_form = Predictor(TokenMLP(), spec, predictor.provenance, manifest=manifest)
     closed_form.budgets = head_budgets(closed_form.net, settings.traces)
-    trained_on = sources(traces)
-    trained.certificate = texts.certificate(predictor, closed_form, settings.budget, not_from=trained_on)
+    measured = with_ladder({}, predictor, measuring, settings.kl)
+    met = smallest_budget(ladder(measured), settings.kl)
+    budget = settings.budget or (met and met.int4_budget) or LARGEST
+    trained.certificate = {**measuring.certificate(predictor, closed_form, budget), **measured}
     trained.promoted, trained.reason = verdict(trained.certificate["figures"])
     others = [] if trained.promoted else closed_form_instead(trained, closed_form, settings.traces)
-    for candidate in (trained, *others):
-        if candidate.promoted and candidate.certificate is not None:
-            candidate.certificate["ladder"] = texts.ladder(candidate.predictor, not_from=trained_on)
+    for other in others:
+        other.certificate = with_ladder(other.certificate or {}, closed_form, measuring, settings.kl)
     return others
+
+
+def with_ladder(
+    certificate: Mapping[str, Any], predictor: Predictor, measuring: Measuring, kl: float
+) -> dict[str, Any]:
+    """A certificate with KL at several budgets, and the target that the recommended one meets."""
+    return {**certificate, "ladder": measuring.ladder(predictor), "target_kl": kl}
 
 
 def closed_form_instead(trained: Candidate, closed_form: Predictor, traces: str) -> list[Candidate]:
@@ -158,22 +184,46 @@ def closed_form_instead(trained: Candidate, closed_form: Predictor, traces: str)
     return [Candidate(closed_form, evaluate(closed_form, traces), certificate, promoted, f"closed form, {reason}")]
 
 
-def publish_candidates(candidates: Sequence[Candidate], settings: RegisterSettings) -> int:
+def publish_candidates(candidates: Sequence[Candidate], settings: RegisterSettings, name: str) -> int:
     """Publish candidates until one is promoted; returns the exit status."""
-    name, alias = settings.name, settings.alias
-    for candidate, folder in zip(candidates, settings.folders()):
+    alias = settings.alias
+    for candidate, folder in zip(candidates, settings.folders(name)):
         version = publish(candidate, folder, name, alias, settings.tracking_uri)
         print(f"bundle {folder}, version {version} of {name}")
         if candidate.promoted:
             print(f"promoted: {candidate.reason}\nuse it as: models:/{name}@{alias}")
+            if candidate.certificate is not None:
+                print(advice(ladder(candidate.certificate), settings.kl))
             return 0
-        print(
-            f"not promoted: {candidate.reason}; train longer or on more documents, or use models:/{name}/{version} as "
-            "it is",
-            file=sys.stderr,
-        )
+        print(f"not promoted: {candidate.reason}", file=sys.stderr)
     print(f"alias {alias} stays where it was", file=sys.stderr)
     return NOT_PROMOTED
+
+
+def advice(rungs: Sequence[Rung], kl: float) -> str:
+    """Which budget to take, as far as the numbers say one.
+
+    Args:
+        rungs: of the predictor's ladder, largest budget first. kl: the target.
+
+    Example:
+        >>> rungs = [Rung(None, 3.2, (0.001, 0.002)), Rung(0.3, 5.0, (0.006, 0.013)), Rung(0.2, 7.0, (0.02, 0.03))]
+        >>> print(advice(rungs, kl=0.01))
+        smallest budget with a mean KL of at most 0.01 on 2 texts: --budget 0.3 (5.00x, KL 0.0095, worst text 0.0130)
+        >>> print(advice(rungs, kl=0.002))
+        no budget has a mean KL of at most 0.002 on 2 texts, only all in 4 bits: --preset safe (3.20x, KL 0.0015)
+        >>> print(advice(rungs, kl=0.001))
+        nothing has a mean KL of at most 0.001 on 2 texts: all in 4 bits loses 0.0015
+    """
+    met, asked = smallest_budget(rungs, kl), f"has a mean KL of at most {kl:g} on {len(rungs[0].kl)} texts"
+    if met is None:
+        return f"nothing {asked}: all in 4 bits loses {mean(rungs[0].kl):.4f}"
+    if met.int4_budget is None:
+        return f"no budget {asked}, only all in 4 bits: --preset safe ({met.compression:.2f}x, KL {mean(met.kl):.4f})"
+    return (
+        f"smallest budget with{asked.removeprefix('has')}: --budget {met.int4_budget:g} ({met.compression:.2f}x, "
+        f"KL {mean(met.kl):.4f}, worst text {max(met.kl):.4f})"
+    )
 
 
 def publish(candidate: Candidate, folder: Path, name: str, alias: str, tracking_uri: str | None) -> int:
@@ -241,11 +291,6 @@ def format_table(table: dict[str, dict[float, float]]) -> str:
     for name in sorted(table, key=lambda row: -table[row][budgets[-1]]):
         lines.append(f"{name:<19}" + "".join(f"{table[name][budget]:>8.4f}" for budget in budgets))
     return "\n".join(lines)
-
-
-def sources(traces: Traces) -> list[str]:
-    """Families of text that a collection was made of, validation included."""
-    return sorted({document["source"] for document in traces.manifest["documents"]})
 
 
 if __name__ == "__main__":

@@ -217,7 +217,8 @@ class FitCLI(LightningCLI):
             print(f"{format_lost(keeper.best.metrics)}\nkept in {folder}")
         else:
             print(f"{module.monitor} {keeper.best.value(module.monitor):.4f} at the best epoch, kept in {folder}")
-        print(f"next: python -m pipelines.register --checkpoint {folder} --name NAME")
+        data = self._get(self.config_init, "data")
+        print(f"next: python -m pipelines.register --checkpoint {folder} --traces {data.folder}")
 
 
 def _only_tried(trainer: Trainer) -> bool:

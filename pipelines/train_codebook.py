@@ -6,15 +6,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from data.lm import encode, load_lm, refuse_too_long
-from data.text import Document, corpus_hash, load_documents
+from data.lm import DEMO_MODEL, encode, load_lm, refuse_too_long
+from data.packing import Document
+from data.text import corpus_hash, load_documents
 from fade_runtime import transformers_api as hf
 from fade_runtime.storage.codebook import CodebookSet
 from fade_runtime.storage.pq import LayerCodebook, PQCodebook, check_sizes
@@ -33,10 +34,10 @@ class CodebookSettings:
     """Options of `pipelines.train_codebook`.
 
     Args:
-        model: directory or hub id of a causal language model.
+        model: directory, GGUF file or hub id of a causal language model; by default the demo's.
         text: one or several of "builtin", .txt, .md or .jsonl files, folders of them, "hf:NAME[:CONFIG[:SPLIT]]".
         documents: number of documents to train on.
-        held_out: number of documents to measure the error on; no passage is in both.
+        validation_documents: number of documents to measure the error on; no passage is in both.
         context: tokens of each document.
         samples: keys and values of each layer that are clustered, drawn from all documents and kv heads; at least
             num_centroids. Memory: layers x samples x head dim x 8 bytes.
@@ -48,10 +49,12 @@ class CodebookSettings:
         out: directory to write; by default artefacts/codebooks/ and the model's name.
     """
 
-    model: str = cli.DEMO_MODEL
+    OLD_NAMES: ClassVar[dict[str, str]] = {"held_out": "validation_documents"}
+
+    model: str = DEMO_MODEL
     text: list[str] | str = "builtin"
     documents: int = 12
-    held_out: int = 2
+    validation_documents: int = 2
     context: int = 1024
     samples: int = 8192
     sub_dim: int = 32
@@ -67,7 +70,7 @@ class CodebookSettings:
         Raises:
             FadeError: names the one that cannot be.
         """
-        least = {"documents": 1, "held_out": 1, "context": SINKS + 1, "samples": self.num_centroids}
+        least = {"documents": 1, "validation_documents": 1, "context": SINKS + 1, "samples": self.num_centroids}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise FadeError(f"{name} {getattr(self, name)} is too small; use at least {bound}")
@@ -110,7 +113,7 @@ def read_documents(settings: CodebookSettings, tokenizer: Any) -> tuple[list[Doc
     documents = load_documents(
         [settings.text] if isinstance(settings.text, str) else settings.text,
         train=settings.documents,
-        validation=settings.held_out,
+        validation=settings.validation_documents,
         length=settings.context,
         measure=lambda words: len(encode(tokenizer, words)),
         seed=settings.seed,

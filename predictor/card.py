@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from predictor.budgets import ALLOCATIONS, HeadBudgets, lost_curves
-from predictor.certificate import QUANTILE, ladder, upper_bound
+from predictor.certificate import QUANTILE, Rung, ladder, smallest_budget, upper_bound
 
 RECOVERY = re.compile(r"(?:(?:heuristic/)?(?P<who>\w+)/)?recovery_at_(?P<budget>[\d.]+)")
 
@@ -142,13 +142,19 @@ with a confidence of .95, {QUANTILE:.0%} of texts like these stay below the boun
 |---|---|---|---|---|
 """
     lines = []
+    target = certificate.get("target_kl")
+    met = None if target is None else smallest_budget(rungs, target)
     for rung in rungs:
-        kept = "all" if rung.int4_budget is None else f"{rung.int4_budget:.0%}"
         bound = upper_bound(rung.kl, QUANTILE, 0.95)
         stated = f"{bound:.4f}" if bound < float("inf") else "too few texts"
         mean = sum(rung.kl) / len(rung.kl)
-        lines.append(f"| {kept} | {rung.compression:.2f}x | {mean:.4f} | {max(rung.kl):.4f} | {stated} |\n")
-    return head + "".join(lines) + "\n"
+        lines.append(f"| {_kept(rung)} | {rung.compression:.2f}x | {mean:.4f} | {max(rung.kl):.4f} | {stated} |\n")
+    least = f"\nThe smallest budget that loses on average at most KL {target:g} is {_kept(met)}.\n" if met else ""
+    return head + "".join(lines) + least + "\n"
+
+
+def _kept(rung: Rung) -> str:
+    return "all" if rung.int4_budget is None else f"{rung.int4_budget:.0%}"
 
 
 def _spread(stored: dict[str, Any] | None) -> str:

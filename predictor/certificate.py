@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 from predictor.errors import FadeError
@@ -107,6 +108,21 @@ def choose_rung(
             "or use a full cache"
         )
     return rungs[passed - 1]
+
+
+def smallest_budget(rungs: Sequence[Rung], kl: float) -> Rung | None:
+    """The strongest compression that loses no more than a target on average, nor does a weaker one; None: all do.
+
+    Args:
+        rungs: of a ladder, largest budget first. kl: target, nats per token, of the mean over texts.
+
+    Example:
+        >>> rungs = [Rung(None, 3.2, (0.001, 0.002)), Rung(0.3, 5.0, (0.006, 0.012)), Rung(0.2, 7.0, (0.02, 0.03))]
+        >>> smallest_budget(rungs, kl=0.01).int4_budget
+        0.3
+    """
+    met = list(takewhile(lambda rung: sum(rung.kl) <= kl * len(rung.kl), rungs))
+    return met[-1] if met else None
 
 
 def ladder(certificate: Mapping[str, Any] | None, name: str = "predictor") -> list[Rung]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from data.lm import load_lm
+from data.lm import DEMO_MODEL, load_lm
 from fade_runtime import FadeConfig, create_tiered_cache
 from pipelines import cli
 from pipelines.benchmarks.ledger import record
@@ -46,7 +46,7 @@ class MemorySettings:
         ledger: CSV file to add the rows to, for `pipelines.bench compare`.
     """
 
-    model: str = cli.DEMO_MODEL
+    model: str = DEMO_MODEL
     predictor: str | None = None
     contexts: list[int] = field(default_factory=lambda: [2048])
     new_tokens: int = 64

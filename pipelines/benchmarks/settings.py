@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from data.lm import load_lm
+from data.lm import DEMO_MODEL, load_lm
 from pipelines.benchmarks.ledger import keep
-from pipelines.cli import DEMO_MODEL, at_least_one
+from pipelines.cli import at_least_one
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.lm import encode, load_lm, refuse_too_long
+from data.chat import chat_renderer
+from data.leaks import refuse_trained_on
+from data.lm import encode, load_config, load_lm, load_tokenizer, refuse_too_long
 from data.text import load_documents
 from fade_runtime import FadeConfig
 from pipelines.evaluation.measure import Measured, compare
@@ -172,7 +174,7 @@ class HeldOutTexts:
     """Text to measure on, and the language model that reads it.
 
     Attributes:
-        model: directory or hub id. sources: as for ``collect_traces``. documents: how many.
+        model: directory, GGUF file or hub id. sources: as for ``collect_traces``. documents: how many.
         context, steps: tokens of each before decoding starts, and decoded.
     """
 
@@ -182,50 +184,77 @@ class HeldOutTexts:
     context: int
     steps: int
 
-    def certificate(
-        self, predictor: Predictor, closed_form: Predictor, budget: float, not_from: Sequence[str]
-    ) -> dict[str, Any]:
-        """Certify, with a progress bar; returns ``figures`` and what they were measured on.
+    def read(self, trained: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+        """Source and token ids [1, context + steps] of each text, before the model is loaded.
+
+        Args:
+            trained: the manifest of the bundle, or what it is going to be (``pipelines.checkpoints.trace_facts``).
 
         Raises:
-            FadeError: another model, too little text, or text of a source that was trained on.
+            FadeError: too little text, text that was trained on, or a model that was not made for texts this long.
         """
-        lm, texts, sources = self._open(predictor, not_from)
-        with tqdm(total=2 * len(texts), desc="In the cache", unit="text") as bar:
-            figures = certify(lm, predictor, closed_form, texts, budget=budget, steps=self.steps, on_text=bar.update)
+        length = self.context + self.steps
+        passing = f"context {self.context} and steps {self.steps} pass"
+        refuse_too_long(load_config(self.model), length, passing, "lower context")
+        tokenizer = load_tokenizer(self.model)
+        found = load_documents(
+            self.sources,
+            train=0,
+            validation=self.documents,
+            length=length,
+            measure=lambda text: len(encode(tokenizer, text)),
+            render=chat_renderer(tokenizer),
+        )
+        refuse_trained_on(found, trained)
+        return [(one.source, torch.tensor(encode(tokenizer, one.text)[:length])[None]) for one in found]
+
+    def load(self, predictor: Predictor, texts: Sequence[tuple[str, Tensor]]) -> Measuring:
+        """Load the language model, to measure on texts that were read.
+
+        Raises:
+            FadeError: it is not the predictor's.
+        """
+        lm, _ = load_lm(self.model, "float32")
+        predictor.check(lm)
+        return Measuring(lm, [source for source, _ in texts], [tokens for _, tokens in texts], self.context, self.steps)
+
+
+@dataclass
+class Measuring:
+    """A language model and the texts that predictors are measured on in its cache.
+
+    Attributes:
+        lm: in float32. sources, texts: of each text its source and its token ids [1, context + steps].
+        context, steps: tokens of each before decoding starts, and decoded.
+    """
+
+    lm: Any
+    sources: list[str]
+    texts: list[Tensor]
+    context: int
+    steps: int
+
+    def certificate(self, predictor: Predictor, closed_form: Predictor, budget: float) -> dict[str, Any]:
+        """Certify, with a progress bar; returns ``figures`` and what they were measured on."""
+        with tqdm(total=2 * len(self.texts), desc="In the cache", unit="text") as bar:
+            figures = certify(
+                self.lm, predictor, closed_form, self.texts, budget=budget, steps=self.steps, on_text=bar.update
+            )
         return {
             "figures": figures,
-            "documents": len(texts),
-            "sources": ", ".join(sorted(set(sources))),
+            "documents": len(self.texts),
+            "sources": ", ".join(sorted(set(self.sources))),
             "context": self.context,
             "steps": self.steps,
             "budget": budget,
         }
 
-    def ladder(self, predictor: Predictor, not_from: Sequence[str]) -> dict[str, Any]:
-        """Measure the ladder, with a progress bar; returns it as a certificate holds it.
-
-        Raises:
-            FadeError: another model, too little text, or text of a source that was trained on.
-        """
-        lm, texts, sources = self._open(predictor, not_from)
-        with tqdm(total=len(texts), desc="Ladder of budgets", unit="text") as bar:
-            rungs = measure_ladder(lm, predictor, texts, steps=self.steps, on_text=bar.update)
-        about = {"context": self.context, "steps": self.steps, "texts": sources}
+    def ladder(self, predictor: Predictor) -> dict[str, Any]:
+        """Measure the ladder, with a progress bar; returns it as a certificate holds it."""
+        with tqdm(total=len(self.texts), desc="Ladder of budgets", unit="text") as bar:
+            rungs = measure_ladder(self.lm, predictor, self.texts, steps=self.steps, on_text=bar.update)
+        about = {"context": self.context, "steps": self.steps, "texts": self.sources}
         return {**about, "rungs": [rung.to_dict() for rung in rungs]}
-
-    def _open(self, predictor: Predictor, not_from: Sequence[str]) -> tuple[Any, list[Tensor], list[str]]:
-        """The language model, the texts' token ids [1, context + steps], and the source of each text."""
-        lm, tokenizer = load_lm(self.model, "float32")
-        predictor.check(lm)
-        length = self.context + self.steps
-        refuse_too_long(lm, length, f"context {self.context} and steps {self.steps} pass", "lower context")
-        measure = lambda text: len(encode(tokenizer, text))
-        found = load_documents(self.sources, train=0, validation=self.documents, length=length, measure=measure)
-        if trained_on := sorted({one.source for one in found} & set(not_from)):
-            raise FadeError(f"held_out text {trained_on[0]} was trained on; name text of another source")
-        texts = [torch.tensor(encode(tokenizer, one.text)[:length])[None] for one in found]
-        return lm, texts, [one.source for one in found]
 
 
 def as_facts(certificate: Mapping[str, Any]) -> dict[str, Any]:

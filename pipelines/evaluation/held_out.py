@@ -12,9 +12,10 @@ from torch import Tensor
 
 from data.chat import chat_renderer
 from data.lm import encode
+from data.packing import Document
 from data.plan import CollectSettings, prepare
 from data.records import text_files
-from data.text import Document, load_documents
+from data.text import load_documents
 from data.trace import Traces
 from pipelines.evaluation.tasks import PROSE
 from pipelines.evaluation.tasks.recall import recalled

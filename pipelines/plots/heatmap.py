@@ -41,18 +41,19 @@ class HeadMap:
     block: int
 
 
-def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int, head: int) -> HeadMap:
+def head_map(traces: Traces, predictors: Mapping[str, Predictor], layer: int | None, head: int) -> HeadMap:
     """Forecast one head of the first validation document.
 
     Args:
         traces: the collection.
         predictors: name -> predictor; one that forecasts blocks does so again every 16 steps.
-        layer: of the language model. head: kv head of that layer.
+        layer: of the language model; None for the middle one of those that were recorded. head: kv head of that layer.
 
     Raises:
         FadeError: there is no such layer or head.
     """
     row = _row(traces, layer, head)
+    layer = row["layer"]
     block, slots = traces.spec.block, row["length"]
     sizes = block_sizes(slots, block).float()  # [N]
     history = torch.tensor(row["history_mean"], dtype=torch.float32) * sizes  # [W, N]
@@ -112,10 +113,11 @@ def _fractions(logs: Tensor) -> Tensor:
     return logs.softmax(-1)
 
 
-def _row(traces: Traces, layer: int, head: int) -> Row:
+def _row(traces: Traces, layer: int | None, head: int) -> Row:
     shard = traces.shards("validation")[0]
     rows = traces.read(shard, ("tokens", "history_mean", "history_max", "future_mean"))
     first = [row for row in rows if row["doc"] == rows[0]["doc"]]
+    layer = traces.layers[len(traces.layers) // 2] if layer is None else layer
     for row in first:
         if (row["layer"], row["head"]) == (layer, head):
             return row

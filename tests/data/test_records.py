@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.chat import chat_frame, chat_renderer, role_lines
+from data.packing import Document
 from data.records import SUFFIXES, file_texts, text_files
-from data.text import Document, load_documents, next_source
+from data.text import load_documents, next_source
 from predictor.errors import FadeError
 from tests.data.texts import CHAT, sentences
 

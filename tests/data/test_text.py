@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.corpus import docstrings
-from data.text import PASSAGE, Document, corpus_hash, load_documents, passages
+from data.packing import PASSAGE, Document
+from data.sources import passages
+from data.text import corpus_hash, load_documents
 from predictor.errors import FadeError
 
 
@@ -177,3 +179,49 @@ def test_an_empty_folder_and_a_missing_dataset_are_named(tmp_path: Path) -> None
         load_documents([f"hf:{tmp_path / 'nothing'}"], train=1, validation=1, length=100)
     with pytest.raises(FadeError, match="names no source"):
         load_documents([], train=1, validation=1, length=100)
+
+
+def text_of(name: str, count: int) -> str:
+    return "\n\n".join(f"{name} paragraph {i} " + f"with its own words {name}{i} " * 4 for i in range(count))
+
+
+@pytest.mark.parametrize("kind", ["folder", "records"])
+def test_the_texts_of_a_source_take_turns(kind: str, tmp_path: Path) -> None:
+    """One document of each of seven long texts, validation's first, before a second one of any."""
+    names = [f"text{n}" for n in range(7)]
+    if kind == "folder":
+        for name in names:
+            (tmp_path / f"{name}.txt").write_text(text_of(name, 30))
+        place = tmp_path
+    else:
+        place = tmp_path / "all.jsonl"
+        place.write_text("".join(json.dumps({"text": text_of(name, 30)}) + "\n" for name in names))
+    documents = load_documents([str(place)], train=5, validation=2, length=500)
+    begun = [one.text.split()[0] for one in documents]
+    assert begun == [*names[2:], *names[:2]]
+    more = load_documents([str(place)], train=12, validation=2, length=500)
+    assert more[12:] == documents[5:]
+    assert [one.text.split()[0] for one in more[:12]] == [*names[2:], *names[2:], *names[2:4]]
+    assert more[5].text.split()[2] != "0"  # where the first one of this text ended
+    counts = Counter(passage for one in more for passage in set(long_passages(one.text)))
+    assert max(counts.values()) == 1
+
+
+def test_texts_that_are_too_short_for_turns_are_used_up_one_by_one(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / f"{name}.txt").write_text(text_of(name, 30))
+    turns = load_documents([str(tmp_path)], train=3, validation=3, length=1000)
+    assert [one.text[0] for one in turns] == ["d", "d", "d", "a", "b", "c"]
+    documents = load_documents(
+        [str(tmp_path)], train=7, validation=3, length=1000
+    )  # turns would leave d alone to train
+    assert [one.text[0] for one in documents[7:]] == ["a", "a", "a"]
+    assert not origins(documents, "train") & origins(documents, "validation")
+
+
+def test_texts_shorter_than_a_document_are_joined(tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.txt").write_text(text_of(name, 3))
+    documents = load_documents([str(tmp_path)], train=2, validation=0, length=450)
+    assert [len(one.origins) for one in documents] == [2, 2]
+    assert [one.text[0] for one in documents] == ["a", "c"]

@@ -38,7 +38,7 @@ def test_a_certified_bundle_answers_for_a_risk(
     before = json.loads((bundle / "bundle.json").read_text())
     with pytest.raises(FadeError, match="no certificate of KL at several budgets"):
         FadeConfig.risk(kl=0.1, predictor=bundle)
-    asked = [f"--bundle={bundle}", f"--model={tiny_model_dir}", f'--held_out=["{text}"]']
+    asked = [f"--bundle={bundle}", f"--model={tiny_model_dir}", f'--text=["{text}"]']
     assert run(certify_bundle, [*asked, "--documents=14", "--context=300", "--steps=8"]) == 0
     told = capsys.readouterr().out
     after = json.loads((bundle / "bundle.json").read_text())
@@ -84,7 +84,7 @@ def test_bad_input_leaves_the_bundle_as_it_was(
     asked = [f"--bundle={bundles['mlp']}", f"--model={tiny_model_dir}"]
     for more, words in (
         (["--documents=0"], "documents 0"),
-        (['--held_out=["missing.txt"]'], "missing.txt does not exist"),
+        (['--text=["missing.txt"]'], "missing.txt does not exist"),
     ):
         assert run(certify_bundle, [*asked, *more]) == 2
         assert words in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_bad_input_is_one_line(tiny_model_dir: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "empty.txt").write_text(" \n")
     store = f"sqlite:///{tmp_path}/mlflow.db"
     for args, words in [
-        (("--model", tmp_path / "none"), "model directory"),
+        (("--model", tmp_path / "none"), "none does not exist; name a directory, a GGUF file or a hub id"),
         (("--prompt_file", tmp_path / "none.txt"), "none.txt is not there"),
         (("--prompt_file", tmp_path / "empty.txt"), "is empty"),
         (("--prompt", "a", "--prompt_file", "b"), "both given"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from data.lm import load_lm
-from data.trace import Traces
+from data.trace import Traces, read_manifest, write_manifest
 from fade_runtime import FadeConfig
 from pipelines.checkpoints import trace_facts
 from pipelines.cli import run
@@ -21,6 +23,8 @@ from pipelines.evaluation.runs import Method
 from pipelines.register import (
     NOT_PROMOTED,
     Candidate,
+    RegisterSettings,
+    advice,
     closed_form_instead,
     evaluate,
     publish,
@@ -28,6 +32,7 @@ from pipelines.register import (
 )
 from predictor.budgets import FRACTIONS, HeadBudgets
 from predictor.bundle import Predictor, load_bundle
+from predictor.certificate import ladder, smallest_budget
 from predictor.errors import FadeError
 from predictor.nets import TokenMLP
 from predictor.registry import _client, load_predictor
@@ -67,8 +72,8 @@ def registers(tiny_traces: Path, tiny_model_dir: Path, other_text: Path, store: 
 
     def call(checkpoint: Path, name: str, **options: Any) -> int:
         given: dict[str, Any] = dict(
-            traces=tiny_traces, bundle=tmp_path / name, model=tiny_model_dir, held_out=[str(other_text)],
-            held_out_documents=2, context=200, steps=16, tracking_uri=store,
+            traces=tiny_traces, bundle=tmp_path / name, model=tiny_model_dir, text=[str(other_text)],
+            documents=2, context=200, steps=16, tracking_uri=store,
         )  # fmt: skip
         flags = [f"--{key}={json_of(value)}" for key, value in (given | options).items()]
         return run(register, [f"--checkpoint={checkpoint}", f"--name={name}", *flags])
@@ -83,7 +88,7 @@ def json_of(value: Any) -> str:
 def test_what_is_measured_decides(
     registers: Registers, closed: Path, store: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status = registers(closed, "first")
+    status = registers(closed, "first", kl=0.03)
     told = capsys.readouterr()
     bundle = load_bundle(tmp_path / "first")
     certificate = bundle.certificate
@@ -93,8 +98,16 @@ def test_what_is_measured_decides(
     assert set(figures) == {THIS, "closed form", "position", "h2o", "ema"}
     promoted, reason = verdict(figures)
     assert status == (0 if promoted else NOT_PROMOTED)
-    assert ("ladder" in certificate) == promoted
     assert reason in (told.out if promoted else told.err)
+    rungs = ladder(certificate)
+    assert (advice(rungs, 0.03) in told.out) == promoted  # advice is for what was promoted
+    met = smallest_budget(rungs, 0.03)
+    assert met is not None
+    assert certificate["budget"] == met.int4_budget  # the comparison is at the recommended budget
+    assert sum(met.kl) / 2 <= 0.03
+    smaller = rungs[rungs.index(met) + 1]
+    assert sum(smaller.kl) / 2 > 0.03
+    assert f"at most KL 0.03 is {met.int4_budget:.0%}" in (tmp_path / "first" / "README.md").read_text()
     assert figures[THIS] == figures["closed form"]  # it is the closed form
     tags = _client(store).get_model_version("first", "1").tags
     assert float(tags["cache_kl"]) == pytest.approx(figures[THIS].kl, abs=1e-5)
@@ -222,10 +235,12 @@ def test_the_closed_form_takes_the_place_of_a_network_that_it_beats(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"held_out": ["missing.txt"]}, "missing.txt does not exist"),
+        ({"text": ["missing.txt"]}, "missing.txt does not exist"),
         ({"context": 100_000}, "context 100000 and steps 16 pass the 4096 positions of"),
         ({"steps": 1}, "steps 1"),
         ({"budget": 0.0}, "budget 0.0"),
+        ({"kl": 0.0}, "kl 0.0"),
+        ({"model": "no/such/model"}, "model no/such/model does not exist"),
     ],
     ids=str,
 )
@@ -239,8 +254,52 @@ def test_bad_input_registers_nothing(
     assert not (tmp_path / "nothing").exists()
 
 
-def test_text_that_was_trained_on_is_refused(
-    registers: Registers, closed: Path, prose: Path, capsys: pytest.CaptureFixture
+def test_text_that_was_trained_on_is_refused_before_anything_is_measured(
+    registers: Registers, closed: Path, prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert registers(closed, "cheat", held_out=[str(prose)]) == 2
-    assert f"held_out text {prose.name} was trained on" in capsys.readouterr().err
+    """By its content: a copy under another name is found, with other white space and in one file."""
+    copied = tmp_path / "other name.txt"
+    files = sorted(prose.iterdir())
+    copied.write_text("\n\n\n".join(file.read_text().replace(" ", "  ") for file in files))
+    assert registers(closed, "cheat", text=[str(copied)]) == 2
+    told = capsys.readouterr()
+    assert re.search(r"text .*other name.txt:0:0 was trained on: \d+ of \d+ passages", told.err)
+    assert "recovery" not in told.out
+
+
+def test_the_model_and_the_name_come_from_the_traces(
+    closed: Path, tiny_traces: Path, tiny_model_dir: Path, other_text: Path, store: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    options = [f"--traces={tiny_traces}", f'--text=["{other_text}"]', "--context=100", "--steps=4", "--documents=1"]
+    assert run(register, [f"--checkpoint={closed}", *options, f"--tracking_uri={store}"]) in (0, NOT_PROMOTED)
+    name = tiny_model_dir.name.lower()
+    assert f"bundle artefacts/bundles/{name}, version 1 of {name}" in capsys.readouterr().out
+    assert load_predictor(f"models:/{name}/1", tracking_uri=store).manifest["model"] == str(tiny_model_dir)
+
+
+def test_a_model_that_is_gone_is_named(closed: Path, tiny_traces: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "traces"
+    shutil.copytree(tiny_traces, gone)
+    stored = read_manifest(gone)
+    assert stored is not None
+    stored["settings"]["model"] = str(tmp_path / "was" / "here")
+    write_manifest(gone, stored)
+    asked = RegisterSettings(checkpoint=str(closed), traces=str(gone))
+    with pytest.raises(FadeError, match=r"traces .* made with model .*was/here, which is not there; name where"):
+        register(asked)
+
+
+def test_old_names_of_options_still_work(
+    registers: Registers, closed: Path, tiny_traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = tmp_path / "old.yaml"
+    config.write_text("held_out: [missing.txt]\nheld_out_documents: 0\n")
+    assert run(register, [f"--checkpoint={closed}", "--config", str(config)]) == 2
+    err = capsys.readouterr().err
+    assert "option 'held_out' is now called 'text'" in err
+    assert "option 'held_out_documents' is now called 'documents'" in err
+    assert "documents 0" in err
+    assert registers(closed, "old", held_out=["missing.txt"]) == 2
+    assert "missing.txt does not exist" in capsys.readouterr().err

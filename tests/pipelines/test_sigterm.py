@@ -63,7 +63,7 @@ def test_sigterm_ends_each_long_command(
         "evaluate": [model, out, f"--traces={tiny_traces}", "--steps=20"],
         "evaluate_tasks": [model, out],
         "budget_study": [out, f"--traces={tiny_traces}"],
-        "certify": [model, f"--bundle={bundles['mlp']}", f"--held_out={text}"],
+        "certify": [model, f"--bundle={bundles['mlp']}", f"--text={text}"],
         "fit": [f"--data.traces={tiny_traces}", f"--output={tmp_path / 'out'}", "--trainer.accelerator=cpu"],
         "train_codebook": [model, out, f"--text={text}"],
     }[name]

@@ -31,7 +31,7 @@ def run(tiny_model_dir: Path, prose: Path, tmp_path: Path, capsys: pytest.Captur
             prose,
             "--documents",
             2,
-            "--held_out",
+            "--validation_documents",
             1,
             "--context",
             300,
