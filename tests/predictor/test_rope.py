@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from predictor.errors import FadeError
 from predictor.rope import Rotary, Table, find_rotary, rotate, unrotate
 from tests.conftest import make_tiny_model
-from tests.families import FAMILIES, MIXED, REFUSED, _make
+from tests.families import FAMILIES, MIXED, _make
 
 WINDOW = 64  # the length that schemes were "trained" for
 FACTOR = 1.3  # attention scaling of yarn and longrope
@@ -64,7 +64,7 @@ MORE: dict[str, Callable[..., Any]] = {
         no_rope_layers=[1, 1, 1, 0],
         use_qk_norm=False,
     ),
-    "gpt_oss": partial(REFUSED["gpt_oss"], rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+    "gpt_oss_plain": partial(FAMILIES["gpt_oss"], rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 }
 ROTATING = {**{name: make for name, make in FAMILIES.items() if name not in NONE}, **MORE}
 
