@@ -64,7 +64,7 @@ MORE: dict[str, Callable[..., Any]] = {
         no_rope_layers=[1, 1, 1, 0],
         use_qk_norm=False,
     ),
-    "gpt_oss_plain": partial(FAMILIES["gpt_oss"], rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+    "gpt_oss": partial(FAMILIES["gpt_oss"], rope_parameters=dict(rope_type="default", rope_theta=1e4)),
 }
 ROTATING = {**{name: make for name, make in FAMILIES.items() if name not in NONE}, **MORE}
 
