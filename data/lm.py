@@ -18,29 +18,48 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_lm(name: str | Path, dtype: str = "float32") -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer from a directory or a GGUF file, or from the hub by id.
 
+    Returns:
+        The model, as :func:`load_model` loads it, and its tokenizer.
+
+    Raises:
+        FadeError: unknown dtype; a directory or file that is missing or is not a model's; an id the hub does not give.
+    """
+    refuse_dtype(dtype)
+    tokenizer = load_tokenizer(name)
+    return load_model(name, dtype), tokenizer
+
+
+def load_model(name: str | Path, dtype: str = "float32") -> Any:
+    """Load a causal language model, in eval mode and on the CPU.
+
     Weights are copied off the memory map that safetensors leaves them on, without which decoding on a CPU crawls.
 
     Args:
         name: a model directory, a GGUF file, or a hub id such as ``"org/name"``.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
 
-    Returns:
-        The model, in eval mode and on the CPU, and its tokenizer.
-
     Raises:
         FadeError: unknown dtype; a directory or file that is missing or is not a model's; an id the hub does not give.
     """
     from transformers import AutoModelForCausalLM  # heavy: only where a model is loaded
 
-    if dtype not in DTYPES:
-        raise FadeError(f"dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
-    tokenizer = load_tokenizer(name)
+    refuse_dtype(dtype)
     model = _load(AutoModelForCausalLM, name, dtype=DTYPES[dtype])
     if is_gguf(name):
         forget_quantiser(model)
         model.config.name_or_path = str(name)
     copy_off_memory_map(model)
-    return model.eval(), tokenizer
+    return model.eval()
+
+
+def refuse_dtype(dtype: str) -> None:
+    """Refuse a dtype that no model is loaded in.
+
+    Raises:
+        FadeError: names those that are known.
+    """
+    if dtype not in DTYPES:
+        raise FadeError(f"dtype {dtype} is not known; use one of {', '.join(DTYPES)}")
 
 
 def copy_off_memory_map(model: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from data.lm import encode, load_lm
+from data.lm import encode, load_config, load_model, load_tokenizer, refuse_dtype, refuse_too_long
 from data.reading import proper, read_text
 from data.text import load_documents
 from fade_runtime import FadeConfig, JsonlExporter, attach_telemetry, create_tiered_cache
@@ -23,6 +23,7 @@ from predictor.bundle import Predictor
 from predictor.errors import FadeError
 from predictor.registry import load_predictor
 
+BUILTIN_TOKENS = 1024  # of the built-in text
 QUESTION = "\n\nIn two sentences: what is the text above about?"
 
 
@@ -48,7 +49,7 @@ class GenerateSettings:
         log_guard: log its figures to MLflow, experiment "fade-guard", under tracking_uri.
         prompt: the text to answer. By default a long text of the built-in corpus, and a question about it.
         prompt_file: file to read the prompt from.
-        prompt_tokens: length of the built-in text.
+        prompt_tokens: length of the built-in text, 1024 by default; a longer text of your own is cut to so many tokens.
         max_new_tokens: at most this many tokens are generated, greedily.
         dtype: of the model: float32, bfloat16 or float16.
         tracking_uri: where names are looked up and figures logged; default MLFLOW_TRACKING_URI, then the demo's store.
@@ -69,7 +70,7 @@ class GenerateSettings:
     log_guard: bool = False
     prompt: str | None = None
     prompt_file: Path | None = None
-    prompt_tokens: int = 1024
+    prompt_tokens: int | None = None
     max_new_tokens: int = 64
     dtype: str = "bfloat16"
     tracking_uri: str | None = None
@@ -84,6 +85,8 @@ def generate(settings: GenerateSettings) -> None:
     """Generate text with a tiered cache and report what it saved."""
     if settings.max_new_tokens < 1:
         raise FadeError(f"max_new_tokens {settings.max_new_tokens} generates nothing; give at least 1")
+    if settings.prompt_tokens is not None and settings.prompt_tokens < 1:
+        raise FadeError(f"prompt_tokens {settings.prompt_tokens} is no length; give at least 1")
     predictor = settings.load_predictor()  # before the model: a wrong name costs no time
     config = with_guard(choose_config(settings, predictor), settings)
     if settings.log_guard and settings.guard == "off":
@@ -91,8 +94,10 @@ def generate(settings: GenerateSettings) -> None:
     text = read_prompt(settings.prompt, settings.prompt_file)
     events = None if settings.telemetry is None else JsonlExporter(settings.telemetry)
     named = model_of(settings.model, [] if predictor is None else [predictor])
-    lm, tokenizer = load_lm(named, settings.dtype)
-    inputs = chat_inputs(tokenizer, text or builtin_prompt(tokenizer, settings.prompt_tokens))
+    refuse_dtype(settings.dtype)
+    tokenizer = load_tokenizer(named)
+    inputs = read_inputs(text, tokenizer, named, settings)  # before the weights are read
+    lm = load_model(named, settings.dtype)
     cache = create_tiered_cache(lm, config=config)
     line, metrics = ProgressLine() if settings.guard != "off" else None, guard_metrics(settings, config)
     if exporters := [each for each in (events, line, metrics) if each is not None]:
@@ -192,20 +197,51 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     return text
 
 
+def read_inputs(text: str | None, tokenizer: Any, model: str, settings: GenerateSettings) -> dict[str, Any]:
+    """Token ids [1, S] and mask [1, S] of what is asked, in the model's chat format if it has one.
+
+    Args:
+        text: of the user; without one, a text of the built-in corpus and a question about it.
+        tokenizer, model: of what is asked, and its name.
+        settings: of which prompt_tokens and max_new_tokens count.
+
+    Raises:
+        FadeError: more tokens than the model was made for.
+    """
+    tokens = settings.prompt_tokens
+    if text is None:
+        text = builtin_prompt(tokenizer, tokens or BUILTIN_TOKENS)
+    elif tokens is not None:
+        text = first_tokens(tokenizer, text, tokens)
+    inputs = chat_inputs(tokenizer, text)
+    length, new = inputs["input_ids"].shape[1], settings.max_new_tokens
+    refuse_too_long(
+        load_config(model),
+        length + new - 1,  # the last new token is not read
+        f"prompt of {length:,} tokens and max_new_tokens {new} pass",
+        "cut the prompt with prompt_tokens, or take a model that reads more",
+    )
+    return inputs
+
+
+def first_tokens(tokenizer: Any, text: str, tokens: int) -> str:
+    """The beginning of a text, so many tokens long at most."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return text if len(ids) <= tokens else tokenizer.decode(ids[:tokens])
+
+
 def builtin_prompt(tokenizer: Any, tokens: int) -> str:
     """A text of the built-in corpus of about ``tokens`` tokens, and a question about it."""
-    if tokens < 1:
-        raise FadeError(f"prompt_tokens {tokens} is no length; give at least 1")
     document = load_documents(
         ["builtin"], train=0, validation=1, length=tokens, measure=lambda text: len(encode(tokenizer, text))
     )[0]
-    return tokenizer.decode(encode(tokenizer, document.text)[:tokens]) + QUESTION
+    return first_tokens(tokenizer, document.text, tokens) + QUESTION
 
 
 def chat_inputs(tokenizer: Any, text: str) -> dict[str, Any]:
     """Token ids [1, S] and mask [1, S] of a prompt, in the model's chat format if it has one."""
     if tokenizer.chat_template is None:
-        return dict(tokenizer(text, return_tensors="pt"))
+        return dict(tokenizer(text, return_tensors="pt", verbose=False))
     return dict(
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],

@@ -21,7 +21,7 @@ FIT = "fit"
 ENDS = (0.01, 0.99)  # of the options that are fitted: fractions of the context
 ROUNDS = 8  # after the ends, at most
 CLOSE = 0.004  # of the target's bytes; a token of ten times smaller caches of 2,000 tokens is .5 %
-NEAR = 1.05  # a cache without an option to fit that is this much smaller than the target still counts as of that size
+NEAR = 1.05  # a cache that is this much smaller than the target still counts as of that size
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,8 @@ def equally_sized(
     """Set what is to be fitted, on a text [1, context + steps].
 
     Returns:
-        Names of methods less those whose package is missing or fails here; what was fitted.
+        Names of methods less those whose package is missing or fails here, or that cannot be of any size asked for;
+        what was fitted. What cannot be of a size is named and skipped.
     """
 
     def measure(settings: Sequence[Sized]) -> list[float]:
@@ -208,8 +209,27 @@ def equally_sized(
     peer_sizes = [sizes[name] for name in fixed_peers]
     runnable = [one for one in targets if one.config in names]
     raised = [replace(one, ratio=no_larger(one.ratio, peer_sizes)) if is_ours(one) else one for one in runnable]
-    fitted = fit(raised, measure, smaller=is_ours)
-    return names, [replace(one, ratio=target.ratio) for one, target in zip(fitted, runnable)]
+    fitted: list[Sized] = []
+    for one, asked in zip(fit(raised, measure, smaller=is_ours), runnable):
+        if reaches(one, is_ours(one)):
+            fitted.append(replace(one, ratio=asked.ratio))
+        else:
+            nearest = f"the nearest is {one.compression:.2f}x, with {one.option} {one.value:.3g}"
+            skipped.add(f"{one.method}: cannot be {asked.ratio:g} times smaller, {nearest}", one.method)
+    left = {one.config for one in fitted}
+    return [name for name in names if name not in middle or name in left], fitted
+
+
+def reaches(one: Sized, smaller: bool) -> bool:
+    """Whether what was found is of the size that was asked for: on its side of it, and not far beyond.
+
+    Example:
+        >>> found = Sized("ours 6x", "ours", 6.0, "int4_budget", 0.4, compression=6.01)
+        >>> reaches(found, smaller=True), reaches(replace(found, compression=5.2), smaller=True)
+        (True, False)
+    """
+    times = one.compression / one.ratio if smaller else one.ratio / one.compression
+    return 1 - CLOSE <= times <= NEAR
 
 
 def no_larger(ratio: float, others: Sequence[float]) -> float:

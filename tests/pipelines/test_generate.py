@@ -163,6 +163,54 @@ def test_bad_input_is_one_line(tiny_model_dir: Path, tmp_path: Path, capsys: pyt
         assert words in err
 
 
+def test_a_prompt_beyond_the_model_is_refused_before_anything_is_computed(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("many words. " * 20_000)
+    loaded = []
+    load = generate.load_model
+    monkeypatch.setattr(generate, "load_model", lambda *args: loaded.append(args) or load(*args))
+    asked = ("--model", tiny_model_dir, "--prompt_file", file, "--max_new_tokens", 3)
+    status, out, err = run(capsys, *asked)
+    assert (status, out, loaded) == (2, "", [])
+    assert re.fullmatch(
+        r"error: prompt of 240,000 tokens and max_new_tokens 3 pass the 4096 positions of .*; cut the prompt .*\n", err
+    )
+    status, out, _ = run(capsys, *asked, "--prompt_tokens", 4094)  # the last new token is not read
+    assert (status, len(loaded)) == (0, 1)
+    assert "prompt: 4,094 tokens" in out
+    assert run(capsys, *asked, "--prompt_tokens", 4095)[0] == 2
+
+
+@pytest.mark.parametrize("kind", ["--prompt", "--prompt_file"])
+def test_a_prompt_of_ones_own_is_cut_to_so_many_tokens(
+    kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(PROMPT)
+    given = PROMPT if kind == "--prompt" else tmp_path / "text.txt"
+    asked = ("--model", tiny_model_dir, "--max_new_tokens", 8, "--dtype", "float32")
+    cut = run(capsys, *asked, kind, given, "--prompt_tokens", 41)
+    assert cut[0] == 0
+    told = lambda out: out.split("cache: ")[1].split("\n\n")[1]  # the text alone, without times
+    assert "prompt: 41 tokens" in cut[1]
+    assert told(cut[1]) == told(run(capsys, *asked, "--prompt", PROMPT[:41])[1])
+    assert f"prompt: {len(PROMPT)} tokens" in run(capsys, *asked, kind, given, "--prompt_tokens", 4000)[1]
+    assert run(capsys, *asked, kind, given, "--prompt_tokens", 0)[0] == 2
+
+
+def test_a_cut_has_no_special_token_twice(tiny_tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tiny_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", 256)]
+    )
+    assert tiny_tokenizer("ab")["input_ids"][0] == 256
+    cut = generate.first_tokens(tiny_tokenizer, PROMPT, 10)
+    assert cut == PROMPT[:10]
+    assert generate.chat_inputs(tiny_tokenizer, cut)["input_ids"].tolist()[0].count(256) == 1
+
+
 def test_a_predictor_of_another_model_is_refused(
     tiny_model: Any,
     tiny_tokenizer: Any,

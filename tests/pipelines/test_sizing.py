@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import evaluate
-from pipelines.evaluation.sizing import CLOSE, ENDS, Sized, fit, to_fit
+from pipelines.evaluation.sizing import CLOSE, ENDS, Sized, fit, reaches, to_fit
 from predictor.errors import FadeError
 
 
@@ -36,6 +37,8 @@ def test_the_option_is_found_on_the_right_side(
         assert (found.compression >= ratio) == smaller
     else:
         assert found.value in ENDS or found.compression == pytest.approx(ratio, rel=0.02)
+    if found.compression != pytest.approx(ratio, rel=0.06):
+        assert not reaches(found, smaller)
 
 
 def test_mistakes_are_named() -> None:
@@ -79,3 +82,52 @@ def test_ours_and_oracles_get_the_bytes_that_were_asked_for(
         assert rows[0]["settings"]["configs"][one["method"]]["int4_budget"] == one["value"]
         assert row["full_bytes"] / row["resident_bytes"] == pytest.approx(one["ratio"], rel=0.02)
     assert by["oracle 3x"]["kl"] < by["ours 3x"]["kl"]
+
+
+@pytest.mark.parametrize(
+    "configs", [{"ours": {"int4_budget": "fit"}}, {"ours": {"int4_budget": "fit"}, "wide": {"recent_window": 300}}]
+)
+def test_a_size_that_cannot_be_reached_is_named_and_the_rest_is_written(
+    configs: dict[str, dict[str, object]],
+    tiny_model_dir: Path,
+    prose: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The window stays exact, so that no budget makes the cache fifty times smaller."""
+    configs = {"ours": {"int4_budget": "fit"}, "wide": {"recent_window": 300}}
+    status = evaluate.main(
+        [
+            *("--model", str(tiny_model_dir), "--traces", "null", "--methods", json.dumps(["safe", *configs])),
+            *("--configs", json.dumps(configs), "--ratios", "[50, 60]", "--context", "440", "--steps", "2"),
+            *("--text", json.dumps([str(prose)]), "--documents", "1"),
+            *("--speed", "false", "--out", str(tmp_path / "out")),
+        ]
+    )
+    err = capsys.readouterr().err
+    assert status == 2
+    for ratio in (50, 60):
+        assert re.search(
+            rf"skipped: ours {ratio}x: cannot be {ratio} times smaller, the nearest is [\d.]+x, with int4_budget 0.01\n",
+            err,
+        )
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows if row["kind"] == "method"] == ["full", "safe", "wide"]
+    assert rows[0]["sized"] == []
+    assert rows[0]["failed"] == [["ours 50x"], ["ours 60x"]]
+
+
+def test_one_of_two_sizes_that_can_be_reached_has_its_row(
+    tiny_model_dir: Path, prose: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = evaluate.main(
+        [
+            *("--model", str(tiny_model_dir), "--traces", "null", "--methods", "[ours]"),
+            *("--configs", json.dumps({"ours": {"int4_budget": "fit", "recent_window": 16}}), "--ratios", "[3, 50]"),
+            *("--context", "440", "--steps", "2", "--text", json.dumps([str(prose)]), "--documents", "1"),
+            *("--speed", "false", "--out", str(tmp_path / "out")),
+        ]
+    )
+    assert status == 2, capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows if row["kind"] == "method"] == ["full", "ours 3x"]
