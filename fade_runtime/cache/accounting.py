@@ -14,7 +14,7 @@ from predictor.bundle import Predictor
 
 TIERS = tuple(tier.name for tier in Tier if tier < Tier.EVICTED)
 KINDS = {
-    "full.key": "FP16", "full.value": "FP16",
+    "full.key": "FULL", "full.value": "FULL",
     "packed.key_codes": "HIGH", "packed.value_codes": "HIGH",
     "packed.low_key_codes": "LOW", "packed.low_value_codes": "LOW",
     "packed.pq_codes": "PQ", "pq.codes": "PQ",

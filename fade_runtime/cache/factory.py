@@ -54,7 +54,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any]
         >>> prompt = torch.randint(8, (1, 64))
         >>> _ = model.generate(prompt, past_key_values=cache, max_new_tokens=4, eos_token_id=None)
         >>> cache.get_seq_length(), cache.memory_report()["tokens"]
-        (67, {'FP16': 30, 'HIGH': 32, 'LOW': 0, 'PQ': 0, 'EVICTED': 72})
+        (67, {'FULL': 30, 'HIGH': 32, 'LOW': 0, 'PQ': 0, 'EVICTED': 72})
     """
     config, wrapper, model = FadeConfig.of(config), model, hf.language_model(model)
     policy = POLICIES[config.eviction_policy](config)

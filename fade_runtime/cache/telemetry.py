@@ -258,7 +258,7 @@ def _rows(layer: CompressedLayer, slots: bool) -> Iterator[dict[str, Any]]:
     for row in range(store.batch * store.heads):
         batch, head = divmod(row, store.heads)
         full = store.full.slots[batch]
-        kept = {"FP16": full[full >= 0].tolist()}
+        kept = {"FULL": full[full >= 0].tolist()}
         kept |= {tier.name: places[(rows == row) & (kinds == tier)].sort().values.tolist() for tier in tiers}
         counts = {name: len(found) for name, found in kept.items()}
         counts["EVICTED"] = store.sequences.counts[batch] - sum(counts.values())

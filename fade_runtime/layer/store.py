@@ -248,7 +248,7 @@ class TokenStore:
         """Tokens in each tier, summed over rows; padding is no token."""
         low, real = len(self.packed.low_key_codes), self.full.slots >= 0
         kept = {
-            "FP16": int(real.sum()) * self.heads,
+            "FULL": int(real.sum()) * self.heads,
             "HIGH": len(self.packed) - low,
             "LOW": low,
             "PQ": 0 if self.pq is None else len(self.pq),

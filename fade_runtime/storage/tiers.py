@@ -12,12 +12,12 @@ from predictor.errors import FadeError
 
 
 class Tier(IntEnum):
-    """Where a token is; FP16 means the model's own dtype. A token only ever moves to a higher number.
+    """Where a token is; FULL means the model's own dtype. A token only ever moves to a higher number.
 
     HIGH has 4-bit codes unless the options say otherwise, LOW the same codes cut to fewer bits.
     """
 
-    FP16 = 0
+    FULL = 0
     HIGH = 1
     LOW = 2
     PQ = 3

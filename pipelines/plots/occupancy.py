@@ -9,8 +9,8 @@ from typing import Any
 from fade_runtime.events import Event, Reassignment
 from pipelines.plots.quality import STYLE, pyplot, save
 
-TIERS = {"FP16": "#08306b", "HIGH": "#2171b5", "LOW": "#6baed6", "PQ": "#9ecae1", "EVICTED": "#eeeeee"}
-NAMES = {"FP16": "full precision", "HIGH": "high tier", "LOW": "low tier", "PQ": "low tier (PQ)", "EVICTED": "evicted"}
+TIERS = {"FULL": "#08306b", "HIGH": "#2171b5", "LOW": "#6baed6", "PQ": "#9ecae1", "EVICTED": "#eeeeee"}
+NAMES = {"FULL": "full precision", "HIGH": "high tier", "LOW": "low tier", "PQ": "low tier (PQ)", "EVICTED": "evicted"}
 COLUMNS = 4
 Row = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def occupancy_rows(method: str, events: Sequence[Event], heads: int, full: int, 
     for seen, each in sorted(found.items()):
         tokens = {tier: sum(event.tokens.get(tier, 0) for event in each) / (len(each) * heads) for tier in TIERS}
         wider = sum(event.full_bytes for event in each) / seen - full  # of a token, where the model's floats are wider
-        resident = sum(event.resident_bytes for event in each) - tokens["FP16"] * wider
+        resident = sum(event.resident_bytes for event in each) - tokens["FULL"] * wider
         size = {"tokens": tokens, "bytes": resident, "token_bytes": full}
         rows.append({"kind": "occupancy", "method": method, "step": seen - first, **size})
     return [*rows, grown(rows[-1], steps)] if rows[-1]["step"] < steps else rows
@@ -46,11 +46,11 @@ def grown(row: Row, step: int) -> dict[str, Any]:
     """A row some steps later, nothing reassigned: what came since is in full precision.
 
     Example:
-        >>> grown({"step": 0, "tokens": {"FP16": 10.0}, "bytes": 100, "token_bytes": 5}, step=4)
-        {'step': 4, 'tokens': {'FP16': 14.0}, 'bytes': 120, 'token_bytes': 5}
+        >>> grown({"step": 0, "tokens": {"FULL": 10.0}, "bytes": 100, "token_bytes": 5}, step=4)
+        {'step': 4, 'tokens': {'FULL': 14.0}, 'bytes': 120, 'token_bytes': 5}
     """
     more = step - row["step"]
-    tokens = {**row["tokens"], "FP16": row["tokens"]["FP16"] + more}
+    tokens = {**row["tokens"], "FULL": row["tokens"]["FULL"] + more}
     return {**row, "step": step, "tokens": tokens, "bytes": row["bytes"] + more * row["token_bytes"]}
 
 

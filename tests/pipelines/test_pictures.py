@@ -45,7 +45,7 @@ def test_occupancy_is_what_the_cache_holds(tiny_model: Callable[..., Any], tmp_p
         assert [row["step"] for row in rows] == [0, 8, 16, 24, 25]
         for row in rows:
             assert sum(row["tokens"].values()) == pytest.approx(CONTEXT + row["step"])
-            assert row["tokens"]["FP16"] == (4 + 16 if row["step"] < STEPS else 21)
+            assert row["tokens"]["FULL"] == (4 + 16 if row["step"] < STEPS else 21)
         assert rows[-1]["bytes"] == pytest.approx(one.resident_bytes, rel=0.05)
         every += rows
     (last,) = [row for row in every if row["method"] == "tiered" and row["step"] == 24]

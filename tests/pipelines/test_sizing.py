@@ -84,11 +84,7 @@ def test_ours_and_oracles_get_the_bytes_that_were_asked_for(
     assert by["oracle 3x"]["kl"] < by["ours 3x"]["kl"]
 
 
-@pytest.mark.parametrize(
-    "configs", [{"ours": {"int4_budget": "fit"}}, {"ours": {"int4_budget": "fit"}, "wide": {"recent_window": 300}}]
-)
 def test_a_size_that_cannot_be_reached_is_named_and_the_rest_is_written(
-    configs: dict[str, dict[str, object]],
     tiny_model_dir: Path,
     prose: Path,
     tmp_path: Path,
@@ -107,10 +103,10 @@ def test_a_size_that_cannot_be_reached_is_named_and_the_rest_is_written(
     err = capsys.readouterr().err
     assert status == 2
     for ratio in (50, 60):
-        assert re.search(
-            rf"skipped: ours {ratio}x: cannot be {ratio} times smaller, the nearest is [\d.]+x, with int4_budget 0.01\n",
-            err,
+        words = (
+            rf"skipped: ours {ratio}x: cannot be {ratio} times smaller, the nearest is [\d.]+x, with int4_budget 0.01"
         )
+        assert re.search(words, err)
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [row["method"] for row in rows if row["kind"] == "method"] == ["full", "safe", "wide"]
     assert rows[0]["sized"] == []

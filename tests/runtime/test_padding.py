@@ -59,7 +59,7 @@ def stored(cache: TieredCache, layer: int, row: int, head: int) -> dict[str, lis
     """Slots of a row and kv head by tier."""
     store = cache.tiered[layer].tokens
     full = store.full.slots[row]
-    found = {"FP16": full[full >= 0].sort().values.tolist()}
+    found = {"FULL": full[full >= 0].sort().values.tolist()}
     for at, body in enumerate(store.body()):
         own = body.token_row() == row * store.heads + head
         low = own & (body.tiers() > 1)
@@ -121,7 +121,7 @@ def test_padding_is_neither_counted_nor_stored(tiny_model: Any) -> None:
         play.feed(*padded([tokens(80, 0), tokens(30, 1)], side, random.Random(0)))
         report = play.cache.memory_report()
         assert sum(report["tokens"].values()) == (80 + 30) * 2 * 2  # heads and layers
-        assert report["tokens"]["FP16"] == (12 + 12) * 2 * 2
+        assert report["tokens"]["FULL"] == (12 + 12) * 2 * 2
 
 
 def test_one_mask_for_all_rows_and_additive_masks(tiny_model: Any) -> None:

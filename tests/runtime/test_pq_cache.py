@@ -112,7 +112,7 @@ def test_policies_fill_the_pq_tier(model: Any, book: CodebookSet, policy: str) -
     ids = random_ids(1, 160)
     forward(model, ids[:, :120], cache)
     rows = 2 * 2  # layers x kv heads
-    expected = {"FP16": SINK + WINDOW, "HIGH": 20, "LOW": 0, "PQ": 30, "EVICTED": 120 - SINK - WINDOW - 50}
+    expected = {"FULL": SINK + WINDOW, "HIGH": 20, "LOW": 0, "PQ": 30, "EVICTED": 120 - SINK - WINDOW - 50}
     assert cache.memory_report()["tokens"] == {tier: rows * count for tier, count in expected.items()}
     for at in range(120, 160):  # tokens of the high tier are demoted by the code that they carry
         assert bool(forward(model, ids[:, at : at + 1], cache).isfinite().all())

@@ -84,7 +84,7 @@ def test_prompt_lookup_runs_on_a_compressed_cache(model: Any, options: dict[str,
     out = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, max_new_tokens=20, do_sample=False)
     assert out.shape == (1, 100)
     assert cache.get_seq_length() == 99
-    assert cache.memory_report()["tokens"]["FP16"] < 99 * 4
+    assert cache.memory_report()["tokens"]["FULL"] < 99 * 4
 
 
 def test_a_copy_of_the_cache_goes_its_own_way(model: Any) -> None:

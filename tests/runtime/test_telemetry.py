@@ -89,7 +89,7 @@ def test_events_are_what_happened(model: Any, low_tier: str) -> None:
     before = {i: [dict.fromkeys(range(60), 0)] * (BATCH * HEADS) for i in range(LAYERS)}
     for event, rows, stored in zip(watcher.events, watcher.rows, watcher.stored):
         old, before[event.layer] = before[event.layer], rows
-        for tier, expected in ((0, "FP16"), (1, "HIGH"), (number, name)):
+        for tier, expected in ((0, "FULL"), (1, "HIGH"), (number, name)):
             assert event.tokens[expected] == sum(list(row.values()).count(tier) for row in rows)
         assert event.tokens["EVICTED"] == BATCH * HEADS * event.seen - sum(map(len, rows))
         # tokens that were in full precision until now were in the window at the last event, or came since
@@ -252,7 +252,7 @@ def test_snapshot_is_what_the_cache_holds(model: Any, slots: bool, tmp_path: Pat
             assert (shown["batch"], shown["head"]) == divmod(row, HEADS)
             kept = {
                 name: sorted(s for s, t in expected.items() if t == tier)
-                for tier, name in enumerate(("FP16", "HIGH", "LOW", "PQ"))
+                for tier, name in enumerate(("FULL", "HIGH", "LOW", "PQ"))
             }
             assert shown["tokens"] == {**{n: len(s) for n, s in kept.items()}, "EVICTED": 73 - len(expected)}
             assert shown.get("slots") == (kept if slots else None)
