@@ -132,6 +132,17 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gpt_oss": partial(
         _with_sinks, "GptOss", num_local_experts=4, num_experts_per_tok=4, rope_parameters=YARN, **MIXED
     ),
+    "mimo_v2_flash": partial(  # sinks in sliding layers, which have twice the kv heads; values wider than keys
+        _with_sinks,
+        "MiMoV2Flash",
+        num_hidden_layers=4,
+        layer_types=FULL_THEN_SLIDING,
+        sliding_window=24,
+        v_head_dim=24,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+    ),
     "starcoder2": partial(_make, "Starcoder2"),
     "mistral_sliding": partial(_make, "Mistral", sliding_window=24),
     "qwen3_next": partial(_make, "Qwen3Next", shared_expert_intermediate_size=32, **EXPERTS, **GATED_DELTA),
