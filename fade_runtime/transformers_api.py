@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -256,6 +256,12 @@ def fade_mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
     if mask is not None:
         setattr(mask, MASKS, (ours, theirs))
     return mask
+
+
+def register() -> None:
+    """Make "fade" a name that models know: for caches with tiers, and for what transformers' SDPA cannot compute."""
+    AttentionInterface.register(NAME, fade_attention)
+    AttentionMaskInterface.register(NAME, fade_mask)
 
 
 def hand_over(layer: Attending, key: Tensor, call: dict[str, Any] | None) -> Tensor:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from fade_runtime import transformers_api as hf
@@ -106,8 +106,7 @@ def attach(model: Any) -> list[Hold]:
     reason = _refusal(model, config)
     if reason:
         raise FadeError(f"{config.model_type} {reason}; use transformers' own cache")
-    AttentionInterface.register(hf.NAME, hf.fade_attention)
-    AttentionMaskInterface.register(hf.NAME, hf.fade_mask)
+    hf.register()
     wanted = hf.implementation(config)
     with changing():
         before = [(each, each._attn_implementation) for each in _configs(model)]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fade_runtime.cache.shadow import next_token_kl
 from fade_runtime.cache.telemetry import ListExporter, attach_telemetry
-from pipelines.evaluation.runs import Method, Run, read_prompt, show_future, start
-from predictor.twin import dense_twin
+from pipelines.evaluation.runs import Method, Run, full_twin, read_prompt, show_future, start
 
 
 @dataclass
@@ -77,7 +76,7 @@ def compare(
     require_full_first(methods)
     context, continuation = tokens.split([tokens.shape[1] - steps, steps], dim=1)
     measured = [Measured(method.name) for method in methods]
-    runs = start(methods, model, dense_twin(model))
+    runs = start(methods, model, full_twin(model))
     for method, run in zip(methods, runs):
         if telemetry is not None and run.tiered:
             telemetry[method.name] = ListExporter()

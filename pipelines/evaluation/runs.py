@@ -15,11 +15,20 @@ from transformers.cache_utils import DynamicLayer
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.layer.layer import TieredLayer
-from fade_runtime.transformers_api import forward_kwargs, geometry, hand_over, text_config
+from fade_runtime.transformers_api import (
+    NAME,
+    forward_kwargs,
+    geometry,
+    hand_over,
+    implementation_of,
+    register,
+    text_config,
+)
 from pipelines.evaluation.oracle import Oracle, foresee, future_attention
 from pipelines.evaluation.peer import Peer, peer_errors
 from pipelines.evaluation.reachable import resident_bytes
 from predictor.errors import FadeError
+from predictor.twin import dense_twin
 
 
 @dataclass(frozen=True)
@@ -183,8 +192,22 @@ def full_bytes_of_token(model: Any) -> int:
     return 2 * 2 * config.num_hidden_layers * heads * dim
 
 
+def full_twin(model: Any) -> Any:
+    """A twin of a model for the full cache, and for those of other projects.
+
+    It is as the model, but that a model which transformers' SDPA cannot serve (learned sinks: gpt-oss) does not write
+    down all scores at once, as eager attention does: 8,192 tokens and 64 heads would take 17 GB. It is computed by
+    :func:`fade_runtime.transformers_api.dense_attention`.
+    """
+    twin = dense_twin(model)
+    if implementation_of(text_config(twin)) == "eager" and not getattr(twin, "_supports_sdpa", True):
+        register()
+        twin.set_attn_implementation(NAME)
+    return twin
+
+
 def start(methods: Sequence[Method], model: Any, twin: Any) -> list[Run]:
-    """Give each method an empty cache: a tiered one on the model, any other on its dense twin."""
+    """Give each method an empty cache: a tiered one on the model, any other on its twin."""
     runs: list[Run] = []
     for config in (method.config for method in methods):
         if isinstance(config, Peer):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pipelines.evaluation.measure import Measured, require_full_first
-from pipelines.evaluation.runs import Method, Run, read_prompt, start
+from pipelines.evaluation.runs import Method, Run, full_twin, read_prompt, start
 from pipelines.evaluation.tasks.task import Example, Output, Task
-from predictor.twin import dense_twin
 
 COMPRESS = ("prompt", "context")
 
@@ -45,7 +44,7 @@ class TaskRunner:
     """
 
     def __init__(self, model: Any, tokenizer: Any, compress: str = "prompt", run_code: bool = False) -> None:
-        self.model, self.twin, self.tokenizer = model, dense_twin(model), tokenizer
+        self.model, self.twin, self.tokenizer = model, full_twin(model), tokenizer
         self.compress, self.run_code = compress, run_code
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.end_tokens = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
