@@ -60,7 +60,7 @@ class Assistant:
             ids: [S] of the prompt.
 
         Returns:
-            [min(S, tail)] float32, of sum 1; average and decay are those of policy "ema".
+            [min(S, tail)] float32, of sum 1, or less with learned sinks; average and decay are those of policy "ema".
         """
         tail = ids[-self.tail :].long()[None]
         whole = FadeConfig(eviction_policy="ema", int4_budget=1.0, n_sink=0, recent_window=tail.shape[1])
