@@ -10,6 +10,7 @@ from typing import Any
 
 from data.trace import Traces
 from predictor.bundle import Predictor, load_bundle
+from predictor.cache_layers import in_words
 from predictor.errors import FadeError
 from predictor.files import recover
 
@@ -64,6 +65,7 @@ def trace_facts(traces: Traces) -> dict[str, Any]:
         "validation_documents": splits["validation"],
         "prompt_tokens": sum(document["prompt"] for document in documents),
         "rows": sum(shard["rows"] for shard in shards),
+        "recorded": f"{in_words(traces.layers)} of {traces.provenance['layers']}",
         "sources": ", ".join(f"{source} {count}" for source, count in sorted(sources.items())),
         "text_sha256": manifest["corpus"]["sha256"],
         "traces_sha256": hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest(),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from fade_runtime import FadeConfig, TieredCache, create_tiered_cache
-from fade_runtime.transformers_api import geometry, text_config
+from fade_runtime.transformers_api import forward_kwargs, geometry, text_config
+from pipelines.evaluation.reachable import reachable
 
 
 def filled(lm: Any, config: FadeConfig, context: int) -> tuple[TieredCache, torch.Generator]:
@@ -22,8 +25,19 @@ def filled(lm: Any, config: FadeConfig, context: int) -> tuple[TieredCache, torc
     return cache, generator
 
 
+@torch.inference_mode()
+def recurrent_states(lm: Any, tokens: int = 8) -> dict[int, Any]:
+    """Index -> layer of a stock cache that keeps a state in place of keys and values, after a few random tokens."""
+    cache = DynamicCache(config=lm.config)
+    indices = [index for index, layer in enumerate(cache.layers) if not isinstance(layer, CacheLayerMixin)]
+    if indices:
+        drawn = torch.randint(text_config(lm).vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+        lm(drawn, **forward_kwargs(cache, lm))
+    return {index: cache.layers[index] for index in indices}
+
+
 def cache_bytes(cache: Any) -> int:
     """Bytes that a cache holds."""
     if hasattr(cache, "memory_report"):
         return cache.memory_report()["resident_bytes"]
-    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reachable(cache.layers)}.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.transformers_api import forward_kwargs, geometry, text_config
-from pipelines.benchmarks.caches import cache_bytes
+from pipelines.benchmarks.caches import cache_bytes, recurrent_states
 from pipelines.benchmarks.settings import ContextSettings
 from pipelines.benchmarks.timing import STOCK, relative_error, rotated, rows_beside
 from predictor.errors import FadeError
@@ -101,7 +102,11 @@ def _filled(lm: Any, context: int, limit: int) -> tuple[dict[str, Any], Any]:
     twin = DynamicCache(config=lm.config)
     heads, dim = geometry(text_config(lm))
     generator = torch.Generator().manual_seed(context)
-    for index in range(len(caches["int4"].layers)):
+    states = recurrent_states(lm)
+    for cache in (*caches.values(), twin):
+        for index, layer in states.items():
+            cache.layers[index] = copy.deepcopy(layer)
+    for index in sorted(set(range(len(twin.layers))) - set(states)):
         key, value = torch.randn(2, 1, heads, context, dim, generator=generator)  # each [1, H, S, D]
         key /= 4  # attention that is neither flat nor on one token, where rounding would decide
         for name in ("int4", "int4+statistics", LOW):

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from fade_runtime import FadeConfig, create_tiered_cache
 from fade_runtime.layer.layer import TieredLayer
 from fade_runtime.transformers_api import (
     NAME,
+    can_tier,
     forward_kwargs,
     geometry,
     hand_over,
     implementation_of,
     register,
     text_config,
+    window_of,
 )
 from pipelines.evaluation.oracle import Oracle, foresee, future_attention
 from pipelines.evaluation.peer import Peer, peer_errors
@@ -52,7 +53,8 @@ class Run:
     def __init__(self, model: Any, config: FadeConfig | None) -> None:
         self.model, self.tiered, self.cache = model, config is not None, DynamicCache(config=model.config)
         self.stride, self.since, self.seen = 64, 0, 0
-        self.stores = config is not None or all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        stores = (can_tier(layer) or window_of(layer) is not None for layer in self.cache.layers)
+        self.stores = config is not None or all(stores)
         if config is not None:
             self.cache = create_tiered_cache(model, config)
             self.stride = 1 if config.chunked_prefill else config.reassign_every

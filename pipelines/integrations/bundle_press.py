@@ -14,9 +14,11 @@ from fade_runtime.layer.planner import row_budgets
 from fade_runtime.policies.base import Prompt
 from fade_runtime.policies.learned import Learned
 from fade_runtime.storage.tiers import plan_tiers
+from fade_runtime.transformers_api import text_config
 from pipelines.evaluation.peer import MissingPeer
 from pipelines.evaluation.peers import under_older_names
 from predictor.bundle import Predictor
+from predictor.cache_layers import kv_heads, learnable_layers
 from predictor.errors import FadeError
 from predictor.registry import load_predictor
 from predictor.rope import find_rotary, rotate
@@ -34,7 +36,8 @@ UNMASKED = ("eager", "fade")  # attention functions that kvpress does not reach
 class BundlePress(ScorerPress):
     """Keep sinks and recent window, and of the others what the bundle's scorer and head budgets say; nothing is packed.
 
-    Kv heads keep different numbers of tokens, their mean in the model is what ``compression_ratio`` leaves. As in
+    Kv heads keep different numbers of tokens, their mean over the layers that can evict
+    (:mod:`predictor.cache_layers`) is what ``compression_ratio`` leaves; other layers stay as they are. As in
     kvpress's AdaKV, what a head drops is masked while decoding (``masked_key_indices``), so no memory is freed; without
     head budgets all keep the same number, and tokens really go.
 
@@ -70,6 +73,7 @@ class BundlePress(ScorerPress):
         self.policy = Learned(load_predictor(predictor), head_budgets)
         self.config = FadeConfig(n_sink=n_sink, recent_window=recent_window)
         self._rotary: Any = None
+        self._layers: list[int] = []
 
     def __repr__(self) -> str:
         """With what tells presses apart in kvpress's tables."""
@@ -81,7 +85,10 @@ class BundlePress(ScorerPress):
         Raises:
             FadeError: it is another model's, or the model's attention cannot be masked by kvpress.
         """
+        text = text_config(model)
+        self._layers = learnable_layers(text)
         self.policy.predictor.check(model)
+        self.policy.check(self._layers, kv_heads(text))
         implementation = model.config._attn_implementation
         if implementation in UNMASKED:
             raise FadeError(
@@ -92,6 +99,8 @@ class BundlePress(ScorerPress):
 
     def forward_hook(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook of kvpress, under the names that it knows: ``with press(model)`` works on any transformers."""
+        if module.layer_idx not in self._layers:  # kvpress itself knows windows of Gemma3ForConditionalGeneration only
+            return output
         return super().forward_hook(module, args, under_older_names(module, kwargs), output)
 
     def score(

@@ -19,10 +19,12 @@ from pipelines.integrations import bundle_press
 from pipelines.integrations.bundle_press import BundlePress
 from predictor.budgets import HeadBudgets
 from predictor.bundle import Predictor
+from predictor.cache_layers import evictable_layers
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 from predictor.nets import TokenMLP
 from predictor.provenance import model_provenance
+from tests.families import FAMILIES
 
 needs_kvpress = pytest.mark.skipif(
     bundle_press._missing is not None, reason=f"kvpress cannot be imported: {bundle_press._missing}"
@@ -35,7 +37,8 @@ LOST = [[[3.0, 1, 0], [1, 0.1, 0]], [[0.5, 0.4, 0], [2, 0.2, 0]]]  # kv heads wa
 
 def made_for(model: Any, tokenizer: Any, lost: Any = LOST) -> Predictor:
     """The closed form, and budgets by these losses."""
-    table = HeadBudgets(torch.tensor(lost), fractions=(0.0, 0.4, 1.0))
+    layers = tuple(evictable_layers(model.config))
+    table = HeadBudgets(torch.tensor(lost), fractions=(0.0, 0.4, 1.0), layers=layers)
     return Predictor(TokenMLP(), FeatureSpec(horizon=40), model_provenance(model, tokenizer), budgets=table)
 
 
@@ -53,10 +56,11 @@ def pressed(model: Any, press: Any, tokens: Tensor) -> DynamicCache:
 
 def dropped(model: Any) -> set[tuple[int, int, int]]:
     """Layer, kv head and slot of each token that kvpress masks."""
-    layers = [layer.self_attn for layer in model.model.layers]
+    modules = [layer.self_attn for layer in model.model.layers]
     return {
-        (index, head, slot)
-        for index, module in enumerate(layers)
+        (module.layer_idx, head, slot)
+        for module in modules
+        if getattr(module, "masked_key_indices", None) is not None
         for _, head, slot in torch.stack(module.masked_key_indices).T.tolist()
     }
 
@@ -66,11 +70,11 @@ def kept_by_runtime(model: Any, config: FadeConfig, tokens: Tensor) -> set[tuple
     with torch.inference_mode():
         model(tokens, **forward_kwargs(cache, model))
     kept = set()
-    for index, layer in enumerate(cache.tiered):
+    for layer in cache.tiered:
         exact = [*range(config.n_sink), *range(LENGTH - config.recent_window, LENGTH)]
-        kept |= {(index, head, slot) for head in range(2) for slot in exact}
+        kept |= {(layer.index, head, slot) for head in range(2) for slot in exact}
         packed = layer.tokens.packed
-        kept |= {(index, *each) for each in zip(packed.token_row().tolist(), packed.slots().tolist())}
+        kept |= {(layer.index, *each) for each in zip(packed.token_row().tolist(), packed.slots().tolist())}
     return kept
 
 
@@ -90,6 +94,23 @@ def test_the_press_drops_what_the_runtime_evicts(ratio: float, model: Any, tiny_
     config = FadeConfig(int4_budget=budget, eviction_policy="learned", predictor=predictor)
     every = {(layer, head, slot) for layer in range(2) for head in range(2) for slot in range(LENGTH)}
     assert every - found == kept_by_runtime(model, config, tokens)
+
+
+@needs_kvpress
+def test_windows_stay_as_they_are(tiny_tokenizer: Any, tokens: Tensor) -> None:
+    """Gemma 3: what the two full layers drop is what the runtime evicts there, by their own rotation and budgets."""
+    model = FAMILIES["gemma3"](sliding_window=83, layer_types=["sliding_attention", "full_attention"] * 2)
+    predictor = made_for(model, tiny_tokenizer)
+    cache = pressed(model, BundlePress(predictor, 0.7), tokens)
+    found, config = dropped(model), FadeConfig(int4_budget=82, eviction_policy="learned", predictor=predictor)
+    every = {(layer, head, slot) for layer in (1, 3) for head in range(2) for slot in range(LENGTH)}
+    assert every - found == kept_by_runtime(model, config, tokens)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [82, LENGTH] * 2
+    with (
+        pytest.raises(FadeError, match="no layer of mistral keeps all its tokens"),
+        BundlePress(predictor, 0.5)(FAMILIES["mistral_sliding"]()),
+    ):
+        pass
 
 
 @needs_kvpress

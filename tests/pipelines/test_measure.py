@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pipelines.evaluation.measure import Measured, compare
 from pipelines.evaluation.runs import Method, full_twin
 from pipelines.reporting.rows import FULL
 from predictor.twin import dense_twin
+from tests.conftest import make_tiny_model
 from tests.families import FAMILIES
 
 CONTEXT, STEPS = 301, 33
@@ -24,6 +26,13 @@ EVICTING = [
     Method(policy, FadeConfig(int4_budget=0.25, eviction_policy=policy)) for policy in ("position", "h2o", "ema")
 ]
 METHODS = [Method(FULL, None), Method("safe", FadeConfig.safe()), *EVICTING]
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    """Makes a model of full attention alone, or one with windows that are shorter than prompts."""
+    options = dict(sliding_window=83, layer_types=["sliding_attention", "full_attention"] * 2)
+    return make_tiny_model if request.param == "llama" else partial(FAMILIES["gemma3"], **options)
 
 
 @pytest.fixture
@@ -46,15 +55,15 @@ def test_a_cache_that_compresses_nothing_loses_nothing(model: Any, tokens: torch
     assert all(other.agree)
 
 
-def test_loss_is_that_of_the_models_own_logits(tiny_model: Callable[..., Any], tokens: torch.Tensor) -> None:
+def test_loss_is_that_of_the_models_own_logits(make: Callable[[], Any], tokens: torch.Tensor) -> None:
     """The full cache's side comes from one plain forward, the other from `generate`-like steps by hand."""
     from fade_runtime import create_tiered_cache
     from fade_runtime.transformers_api import forward_kwargs
 
     config = FadeConfig(int4_budget=0.25, eviction_policy="position")
-    _, measured = compare(tiny_model(), [Method(FULL, None), Method("position", config)], tokens, STEPS)
-    full = tiny_model()(tokens).logits[0, CONTEXT:]
-    model = tiny_model()
+    _, measured = compare(make(), [Method(FULL, None), Method("position", config)], tokens, STEPS)
+    full = make()(tokens).logits[0, CONTEXT:]
+    model = make()
     cache = create_tiered_cache(model, config)
     model(tokens[:, :CONTEXT], **forward_kwargs(cache, model))
     for step in range(STEPS):
@@ -93,11 +102,15 @@ def test_untimed_steps_come_many_at_a_time_and_lose_the_same(
 
 
 def test_a_prompt_that_all_caches_read_at_once_fills_each_as_its_own_would(
-    tiny_model: Callable[..., Any], tokens: torch.Tensor
+    make: Callable[[], Any], tokens: torch.Tensor
 ) -> None:
-    together = compare(tiny_model(), METHODS, tokens, STEPS)
+    model, read = make(), []
+    count = lambda module, args, kwargs: read.append(args[0].shape[1])
+    model.register_forward_pre_hook(count, with_kwargs=True)  # the twin has it too
+    together = compare(model, METHODS, tokens, STEPS)
+    assert read.count(CONTEXT) == 1
     for index, method in enumerate(METHODS[1:], 1):
-        _, alone = compare(tiny_model(), [METHODS[0], method], tokens, STEPS)
+        _, alone = compare(make(), [METHODS[0], method], tokens, STEPS)
         assert alone.kl == pytest.approx(together[index].kl, rel=1e-3, abs=1e-6)  # h2o reads the prompt in one pass
         assert alone.resident_bytes == together[index].resident_bytes
 

@@ -40,9 +40,9 @@ def make_batch(spec: FeatureSpec) -> Callable[..., dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="session")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def traces(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces whose rows keep what the value norm tells; tests that change them copy them first."""
-    return write_traces(tmp_path_factory.mktemp("traces"))
+    return write_traces(tmp_path_factory.mktemp("traces"), tiny_model_dir)
 
 
 @pytest.fixture(scope="module")

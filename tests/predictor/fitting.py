@@ -28,8 +28,8 @@ def rows_of(document, length, split):
         yield scalars | arrays
 
 
-def write_traces(folder: Path) -> Path:
-    """A collection of five made-up documents."""
+def write_traces(folder: Path, model: Path) -> Path:
+    """A collection of five made-up documents, as if a model had read them."""
     documents, shards = [], []
     for split, lengths in LENGTHS.items():
         name, rows = f"shard-{len(shards):05d}.parquet", []
@@ -53,6 +53,7 @@ def write_traces(folder: Path) -> Path:
             "schema_version": SCHEMA_VERSION,
             "complete": True,
             "spec": SPEC.to_dict(),
+            "settings": {"model": str(model)},
             "provenance": {"model_type": "llama", "layers": 1, "kv_heads": 2},
             "corpus": {"sha256": "text"},
             "documents": documents,

@@ -203,6 +203,7 @@ def test_trace_facts_count(traces):
     assert facts["rows"] == 2 * 5
     assert facts["prompt_tokens"] == sum(map(sum, LENGTHS.values()))
     assert facts["sources"] == "made 5"
+    assert facts["recorded"] == "layer 0 of 1"
 
 
 def test_table_is_sorted_by_the_tightest_budget():
