@@ -67,7 +67,7 @@ Attention recorded from that model: the last {spec["window"]} queries of each pr
 from fade_runtime import FadeConfig, create_tiered_cache
 
 cache = create_tiered_cache(model, config=FadeConfig.balanced(predictor="path/to/this/directory"))
-model.generate(**inputs, past_key_values=cache)
+model.generate(**inputs, **cache.kwargs)
 ```
 
 {parameters:,} parameters, {facts["kind"]}, `{json.dumps(facts["config"])}`; bundle format {facts["version"]}.

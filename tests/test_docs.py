@@ -49,6 +49,7 @@ def test_every_command_has_help_and_a_place_in_the_reference(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "page", [page for page, text in TEXTS.items() if runs(text) and page.parent != ROOT], ids=named
 )

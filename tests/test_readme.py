@@ -27,6 +27,7 @@ def test_the_two_commands_come_first() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 def test_the_python_block_runs(
     real_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

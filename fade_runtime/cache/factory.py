@@ -52,7 +52,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any]
         >>> model = LlamaForCausalLM(tiny).eval()
         >>> cache = create_tiered_cache(model, FadeConfig(recent_window=8, int4_budget=16))
         >>> prompt = torch.randint(8, (1, 64))
-        >>> _ = model.generate(prompt, past_key_values=cache, max_new_tokens=4, eos_token_id=None)
+        >>> _ = model.generate(prompt, **cache.kwargs, max_new_tokens=4, eos_token_id=None)
         >>> cache.get_seq_length(), cache.memory_report()["tokens"]
         (67, {'FULL': 30, 'HIGH': 32, 'LOW': 0, 'PQ': 0, 'EVICTED': 72})
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fade_runtime import transformers_api as hf
 from fade_runtime.cache.shadow import Shadow
 from fade_runtime.config import FadeConfig, MemoryController
 from fade_runtime.guard import Guard
@@ -52,6 +53,14 @@ class CacheParts:
         if model is None:
             raise FadeError("this cache's model is gone; keep it while you use the cache")
         return model
+
+    @property
+    def kwargs(self) -> dict[str, CacheParts]:
+        """This cache under the name by which its model takes one: ``model.generate(**inputs, **cache.kwargs)``.
+
+        That is ``cache`` on transformers since 5.24, ``past_key_values`` before.
+        """
+        return hf.forward_kwargs(self, self.model)
 
     @property
     def own(self) -> list[TieredLayer]:

@@ -29,7 +29,7 @@ from predictor.errors import FadeError
 
 
 class TieredCache(Cache, CacheParts):
-    """A drop-in cache for ``generate``: ``model.generate(**inputs, past_key_values=cache)``.
+    """A drop-in cache for ``generate``: ``model.generate(**inputs, **cache.kwargs)``.
 
     Made by :func:`create_tiered_cache`. Its length is the number of tokens seen; it compresses itself at the end of
     the prompt and then each ``reassign_every`` tokens.

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from data.lm import DEMO_MODEL, load_lm
 from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.transformers_api import forward_kwargs
 from pipelines import cli
 from pipelines.benchmarks.ledger import record
 from pipelines.benchmarks.timing import STOCK, quantiles, ratio
@@ -174,7 +175,7 @@ def measure_one(run: OneRun) -> dict[str, Any]:
         size, generator = lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(length)
         prompt = torch.randint(size, (1, length), generator=generator)
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-        new = lm.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
+        new = lm.generate(prompt, attention_mask=torch.ones_like(prompt), **forward_kwargs(cache, lm), **options)
         return int(new[0, length])
 
     generate(WARM, 2)  # libraries, thread pools and kernels come now

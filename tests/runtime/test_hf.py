@@ -189,3 +189,19 @@ def test_dropout_may_come_by_place_as_kvpress_passes_it() -> None:
     by_name, _ = hf.fade_attention(nn.Module(), query, query, query, None, dropout=0.0, scaling=0.25)
     by_place, _ = hf.fade_attention(nn.Module(), query, query, query, None, 0.0, scaling=0.25)
     torch.testing.assert_close(by_place, by_name)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_cache_names_itself_as_its_model_does(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(3, 250, (1, 40), generator=torch.Generator().manual_seed(0))
+    stock = model.generate(ids, max_new_tokens=6, do_sample=False)
+    cache = create_tiered_cache(model, FadeConfig(recent_window=64))  # all of it exact
+    assert torch.equal(model.generate(ids, **cache.kwargs, max_new_tokens=6, do_sample=False), stock)
+    assert cache.get_seq_length() == 45
+    after = create_tiered_cache(model, FadeConfig(recent_window=64))
+    torch.testing.assert_close(model(ids, **after.kwargs).logits, model(ids).logits, atol=1e-5, rtol=0)
+    assert after.get_seq_length() == 40
+    del model
+    with pytest.raises(FadeError, match="this cache's model is gone"):
+        _ = cache.kwargs
