@@ -11,9 +11,13 @@ from transformers import DynamicCache
 
 from fade_runtime import FadeConfig, create_tiered_cache, load_session, save_session
 from fade_runtime.guard.probe import true_attention
+from fade_runtime.policies.base import H2O, Ema, Policy, Prompt
+from fade_runtime.policies.fastgen import Accumulated
 from fade_runtime.transformers_api import forward_kwargs
+from predictor.features import prefill_features
+from predictor.learned_sinks import with_sink_token
 from tests.families import FAMILIES
-from tests.runtime.caches import create_quietly, decode, forward, random_ids
+from tests.runtime.caches import create_quietly, decode, forward, random_ids, save_bundle
 
 OFF = FadeConfig(compression="off")
 LOSSY = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, reassign_every=4)
@@ -40,7 +44,7 @@ def close(ours: Tensor, theirs: Tensor, relative: float = 1e-5) -> None:
 
 
 def test_sinks_matter() -> None:
-    """What makes all of the below tests."""
+    """Or what is below tests nothing."""
     model, ids = gpt_oss(), random_ids(1, LENGTH)
     for layer in received(model, ids):
         share = layer.sum(-1) / LENGTH
@@ -110,6 +114,36 @@ def test_a_probe_sees_what_eager_attention_shows() -> None:
         assert bool((attention.sum(-1) < 0.97).any())
 
 
+@pytest.mark.parametrize("policy", [Ema(0.95), H2O(), Accumulated()], ids=lambda policy: type(policy).__name__)
+def test_first_statistics_are_those_of_a_prompt_whose_first_token_is_the_sink(policy: Policy) -> None:
+    query, key, value = (torch.randn(heads, 90, 16) for heads in (6, 2, 2))
+    sinks = 3 + 2 * torch.randn(6)
+    ours = policy.start(Prompt(query, key, value, 0.25, lambda count: None, 0, sinks))
+    *tokens, _ = with_sink_token(query, key, value, None, 0.25, sinks[:, None])
+    first = torch.zeros(6, 1, tokens[0].shape[2])  # its query sees nothing else
+    with_token = Prompt(torch.cat((first, tokens[0]), dim=1), *tokens[1:], 0.25, lambda count: None, 0)
+    theirs = policy.start(with_token)
+    assert ours is not None
+    assert theirs is not None
+    close(ours, theirs[:, 1:])
+
+
+def test_a_predictor_sees_features_beside_the_sinks(tmp_path: Any) -> None:
+    model, ids = full_only(), random_ids(1, LENGTH)
+    bundle, seen = save_bundle(tmp_path, model), []
+    config = FadeConfig(eviction_policy="learned", int4_budget=0.5, recent_window=500, predictor=bundle)
+    cache = create_tiered_cache(model, config)
+    start = cache.policy.start
+    cache.policy.start = lambda prompt: (seen.append(prompt), start(prompt))[1]
+    forward(model, ids, cache)
+    predictor = cache.policy.predictor
+    for layer, prompt in zip(cache.tiered, seen, strict=True):
+        table, sinks = prompt.table(LENGTH + predictor.spec.horizon), model.model.layers[layer.index].self_attn.sinks
+        facts = dict(scaling=prompt.scaling, table=table, spec=predictor.spec, layer=layer.index)
+        features = prefill_features(prompt.query, prompt.key, prompt.value, **facts, sinks=sinks)
+        assert torch.equal(layer.store.full.attention_stats[0], predictor.forecast(features))
+
+
 @pytest.mark.parametrize("policy", ["ema", "h2o", "adaptive", "position"])
 def test_generate_runs_over_windows_and_full_layers(policy: str) -> None:
     model, ids = gpt_oss(), random_ids(2, 70)
@@ -127,8 +161,11 @@ def test_a_session_keeps_calls_that_may_still_be_taken_back(tmp_path: Any) -> No
     decode(model, ids[:, :PROMPT], PROMPT, cache)
     cache.activate_past_recording()
     forward(model, ids[:, PROMPT : PROMPT + 3], cache)
-    assert cache.tiered[0].held.calls[-1].call.sinks is not None
     again = load_session(model, save_session(cache, tmp_path / "session"))
+    for layer in again.tiered:
+        held = layer.held.calls[-1].call.sinks
+        assert held is not None
+        assert torch.equal(held, model.model.layers[layer.index].self_attn.sinks)
     rest = [forward(model, ids[:, PROMPT + 3 :], each) for each in (cache, again)]
     assert torch.equal(*rest)
 
