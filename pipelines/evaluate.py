@@ -13,7 +13,8 @@ from tqdm import tqdm
 from data.lm import load_lm, refuse_too_long
 from data.trace import Traces
 from fade_runtime.cache.telemetry import ListExporter
-from fade_runtime.transformers_api import geometry, text_config
+from fade_runtime.events import Reassignment
+from fade_runtime.transformers_api import can_tier, geometry, stock_layers, text_config
 from pipelines import cli
 from pipelines.evaluation.held_out import HeldOut, choose_texts
 from pipelines.evaluation.measure import Measured, compare
@@ -28,7 +29,7 @@ from pipelines.evaluation.methods import (
 from pipelines.evaluation.peer import Peer
 from pipelines.evaluation.peers import versions
 from pipelines.evaluation.report import document_rows, method_rows, report, source_rows, tables
-from pipelines.evaluation.runs import Method, full_bytes_of_token
+from pipelines.evaluation.runs import Method
 from pipelines.evaluation.sizing import Sized, equally_sized, to_fit, with_fitted
 from pipelines.models import model_of
 from pipelines.plots import heatmap, occupancy
@@ -241,14 +242,15 @@ def run_row(settings: EvaluateSettings, plan: Plan, texts: Sequence[HeldOut], sk
 
 
 def occupancy_of(lm: Any, telemetry: Mapping[str, ListExporter], steps: int) -> list[dict[str, Any]]:
-    """Rows of :func:`pipelines.plots.occupancy.occupancy_rows` for each tiered cache."""
-    heads, _ = geometry(text_config(lm))
-    full = full_bytes_of_token(lm)
-    return [
-        row
-        for name, exporter in telemetry.items()
-        for row in occupancy.occupancy_rows(name, exporter.events, heads, full, steps)
-    ]
+    """Rows of :func:`pipelines.plots.occupancy.occupancy_rows` for each tiered cache: of layers whose tokens can go."""
+    config = text_config(lm)
+    (heads, dim), chosen = geometry(config), [can_tier(layer) for layer in stock_layers(config)]
+    full = 2 * 2 * heads * dim * sum(chosen)  # bytes of a token in 16 bits, keys and values of these layers
+    rows: list[dict[str, Any]] = []
+    for name, exporter in telemetry.items():
+        events = [event for event in exporter.events if isinstance(event, Reassignment) and chosen[event.layer]]
+        rows += occupancy.occupancy_rows(name, events, heads, full, steps)
+    return rows
 
 
 def write_results(

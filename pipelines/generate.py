@@ -264,6 +264,8 @@ def describe(config: FadeConfig) -> str:
     if config.memory is not None:
         room = f"{config.memory:.0%} of the free memory" if isinstance(config.memory, float) else config.memory
         kept = f"what fits {room}"
+    elif config.target_compression is not None:
+        kept = f"what a {config.target_compression:g} times smaller cache holds"
     elif budget is None:
         return exact + "all others in 4 bits, nothing evicted"
     else:
@@ -272,11 +274,21 @@ def describe(config: FadeConfig) -> str:
 
 
 def summary(report: dict[str, Any], dtype: str) -> str:
-    """One line on memory from a memory report."""
+    """One line on memory from a memory report: the whole cache, and by kind where not all layers are compressed alike.
+
+    Example:
+        >>> layers = {"compressed": {"compression": 5.8}, "others": {"compression": 2.7, "full_bytes": 2**20}}
+        >>> whole = {"resident_bytes": 2**19, "full_bytes": 2**21, "compression": 4.0, "reachable": None}
+        >>> print(summary({**whole, "layers": layers, "tiers": {"spilled": 0}}, "bfloat16"))
+        cache: 0.50 MiB resident, 2.00 MiB if full in bfloat16: 4.00x smaller (compressed layers 5.80x, others 2.70x)
+    """
     resident, full = report["resident_bytes"] / 2**20, report["full_bytes"] / 2**20
-    times = f"{report['compression']:.2f}x smaller"
-    spilled = report["tiers"]["spilled"] / 2**20
+    spilled, layers, reachable = report["tiers"]["spilled"] / 2**20, report["layers"], report["reachable"]
     waits = f" ({spilled:.2f} of them evicted tokens that wait in the same memory)" if spilled else ""
+    kinds = f"compressed layers {layers['compressed']['compression']:.2f}x, "
+    kinds += f"others {layers['others']['compression']:.2f}x" if layers["others"]["full_bytes"] else "no others"
+    out_of_reach = "" if reachable is None else f"; {reachable:.1f}x was reachable when tokens last moved"
+    times = f"{report['compression']:.2f}x smaller ({kinds}){out_of_reach}"
     return f"cache: {resident:.2f} MiB resident{waits}, {full:.2f} MiB if full in {dtype}: {times}"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fade_runtime.cache.parts import CacheParts
@@ -19,11 +20,15 @@ KINDS = {
     "packed.low_key_codes": "LOW", "packed.low_value_codes": "LOW",
     "packed.pq_codes": "PQ", "pq.codes": "PQ",
 }  # fmt: skip
-OTHER = "scales and slots"
+EXACT, OTHER = KINDS["full.key"], "scales and slots"
 
 
-def memory_report(cache: CacheParts) -> dict[str, Any]:
+def memory_report(cache: CacheParts, as_16_bit: bool = False) -> dict[str, Any]:
     """Count what the cache holds now.
+
+    Args:
+        cache: of any model.
+        as_16_bit: count numbers in the model's own precision as two bytes each, as a model of two-byte floats has them.
 
     Returns:
         resident_bytes: every tensor that is reachable from the cache, scales, slots, statistics, the predictor's
@@ -32,7 +37,7 @@ def memory_report(cache: CacheParts) -> dict[str, Any]:
         tier, with "statistics", "predictor", "text", "codebook", "spilled" and "other layers" (transformers' own);
         layers: the three numbers for "compressed" layers (full attention, with all that serves them), for "others"
         (sliding windows, recurrent states) and for the "whole"; tokens: tokens kept per tier, summed over rows and
-        layers; seen: logical tokens.
+        layers; seen: logical tokens; reachable: the compression that a target_compression has come down to, or None.
     """
     tiers = dict.fromkeys((*TIERS, OTHER, "statistics", "predictor", "codebook", "spilled", "other layers"), 0)
     tokens = dict.fromkeys((*TIERS, Tier.EVICTED.name), 0)
@@ -42,17 +47,19 @@ def memory_report(cache: CacheParts) -> dict[str, Any]:
             continue
         stored, before = layer.resident(), sum(tiers.values())
         for kind in set(map(_kind, stored)):
-            tiers[kind] += stored_bytes(*(tensor for name, tensor in stored.items() if _kind(name) == kind))
+            size = stored_bytes(*(tensor for name, tensor in stored.items() if _kind(name) == kind))
+            tiers[kind] += _as_stored(size, layer.dtype, as_16_bit) if kind == EXACT else size
         for name, count in layer.store.counts().items():
             tokens[name] += count
         if layer.store.spilled is not None and layer.device.type == "cpu":
             tiers["spilled"] += stored_bytes(*layer.store.spilled.tensors())
-        in_full += full_bytes(layer)
+        full = _as_stored(full_bytes(layer), layer.dtype, as_16_bit)
+        in_full += full
         if layer.is_sliding:
-            others, others_full = others + sum(tiers.values()) - before, others_full + full_bytes(layer)
-    stock = [t for layer in cache.layers if not isinstance(layer, TieredLayer) for t in reachable_tensors(vars(layer))]
-    tiers["other layers"] = stored_bytes(*stock)
-    stock_full = sum(tensor.numel() * tensor.element_size() for tensor in stock)  # a view of a prompt is no cache
+            others, others_full = others + sum(tiers.values()) - before, others_full + full
+    stock = stock_tensors(cache.layers)
+    tiers["other layers"] = sum(_as_stored(stored_bytes(t), t.dtype, as_16_bit) for t in stock)
+    stock_full = sum(_as_stored(t.nbytes, t.dtype, as_16_bit) for t in stock)  # a view of a prompt is no cache
     if cache.policy.predictor is not None:
         tiers["predictor"] = stored_bytes(*predictor_tensors(cache.policy.predictor))
     rows = {id(layer.store.sequences): layer.store.sequences for layer in cache.own if layer.store is not None}
@@ -72,7 +79,22 @@ def memory_report(cache: CacheParts) -> dict[str, Any]:
         },
         "tokens": tokens,
         "seen": cache.get_seq_length(),
+        "reachable": None if cache.memory is None else cache.memory.reachable,
     }
+
+
+def stock_tensors(layers: Sequence[Any]) -> list[Tensor]:
+    """Keys, values and states `[...]` of the layers that are transformers' own."""
+    return [t for layer in layers if not isinstance(layer, TieredLayer) for t in reachable_tensors(vars(layer))]
+
+
+def full_cache_bytes(cache: Any) -> int:
+    """Bytes of a cache of transformers' own layers, its numbers of two bytes; a view counts as what it shows."""
+    return sum(_as_stored(t.nbytes, t.dtype, True) for t in stock_tensors(cache.layers) if t.is_floating_point())
+
+
+def _as_stored(size: int, dtype: torch.dtype, as_16_bit: bool) -> int:
+    return size * 2 // dtype.itemsize if as_16_bit and dtype.is_floating_point else size
 
 
 def _ratio(resident: int, full: int) -> dict[str, Any]:

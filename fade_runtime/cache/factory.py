@@ -67,7 +67,7 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any]
     text, codebook = hf.text_config(model), _codebook(model, config)
     rotary, sharers, stock = find_rotary(model), hf.kv_sharers(text), hf.stock_layers(text)
     tiered = sum(map(hf.can_tier, stock))
-    memory = None if config.memory is None else _controller(model, config, policy, seen, tiered)
+    memory = _controller(model, config, policy, seen) if config.has_target else None
     guard = None if config.guard == "off" else Guard(config, tiered, memory)
     takers = [index for index, layer in enumerate(stock) if isinstance(layer, CacheLayerMixin)]
     shared = Shared(max(takers))
@@ -165,6 +165,13 @@ def _say_what_stays(name: str, stock: Sequence[Any], config: FadeConfig) -> None
             RuntimeWarning,
             stacklevel=3,
         )
+    elif config.ranks and not any(map(hf.can_tier, stock)):
+        warnings.warn(
+            f"{name} has no full-attention layer, so nothing can be evicted: budgets, targets and predictors have no "
+            "use; its sliding windows are stored in 4 bits",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText | None:
@@ -184,14 +191,18 @@ def _seen_text(model: nn.Module, config: FadeConfig, policy: Policy) -> SeenText
     return SeenText(table, assistant)
 
 
-def _controller(
-    model: nn.Module, config: FadeConfig, policy: Policy, text: SeenText | None, layers: int
-) -> MemoryController:
-    assert config.memory is not None
+def _controller(model: nn.Module, config: FadeConfig, policy: Policy, text: SeenText | None) -> MemoryController:
     predictor = [] if policy.predictor is None else predictor_tensors(policy.predictor)
     extra = stored_bytes(*predictor, *(text.tensors() if text is not None else []))
-    target = target_bytes(config.memory, next(model.parameters()).device)
-    return MemoryController(target, layers, extra, config.n_sink + config.recent_window, config.reassign_every)
+    target = None if config.memory is None else target_bytes(config.memory, next(model.parameters()).device)
+    return MemoryController(
+        target,
+        config.target_compression,
+        extra,
+        exact=config.n_sink + config.recent_window,
+        every=config.reassign_every,
+        least=config.min_budget,
+    )
 
 
 def _codebook(model: nn.Module, config: FadeConfig) -> CodebookSet | None:

@@ -18,7 +18,8 @@ from fade_runtime.cache import accounting, session, telemetry
 from fade_runtime.cache.attach import Hold
 from fade_runtime.cache.parts import CacheParts
 from fade_runtime.cache.shadow import Shadow
-from fade_runtime.config import FadeConfig, MemoryController
+from fade_runtime.cache.sizes import layer_sizes
+from fade_runtime.config import FadeConfig, LayerSize, MemoryController
 from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
 from fade_runtime.layer.sequences import Shared
@@ -58,19 +59,21 @@ class TieredCache(Cache, CacheParts):
         self.shadow = None if config.shadow_every is None else Shadow(config.shadow_every)
         self.shared = self.own[0].shared if self.own else Shared()
         self._changing = False  # what changes all layers is on its way, or did not end
-        self._bind_guard()
+        self._bind()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         """A copy that goes on by itself."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(vars(self), memo))
-        copied._bind_guard()
+        copied._bind()
         return copied
 
-    def _bind_guard(self) -> None:
-        """Let the guard's report say how large the cache is, without keeping the cache alive."""
+    def _bind(self) -> None:
+        """Let guard and memory target know how large the cache is, without keeping the cache alive."""
         if self.guard is not None:
             self.guard.resident = partial(_resident_fraction, weakref.ref(self))
+        if self.memory is not None:
+            self.memory.sizes = partial(_sizes, weakref.ref(self))
 
     def attach(self) -> None:
         """Change the model for this cache again, after :meth:`detach` or after somebody else changed its attention."""
@@ -245,9 +248,9 @@ class TieredCache(Cache, CacheParts):
             raise FadeError("this cache has no guard; create it with FadeConfig(guard='warn') or guard='rollback'")
         return self.guard
 
-    def memory_report(self) -> dict[str, Any]:
+    def memory_report(self, as_16_bit: bool = False) -> dict[str, Any]:
         """See :func:`fade_runtime.cache.accounting.memory_report`."""
-        return accounting.memory_report(self)
+        return accounting.memory_report(self, as_16_bit)
 
     def cache_state_dict(self) -> dict[str, Any]:
         """See :func:`fade_runtime.cache.session.cache_state_dict`."""
@@ -274,6 +277,12 @@ def _resident_fraction(which: Callable[[], TieredCache | None]) -> float | None:
     """Bytes that a cache holds, as a fraction of those of a full one; None if the cache is gone."""
     cache = which()
     return None if cache is None else 1 / cache.memory_report()["compression"]
+
+
+def _sizes(which: Callable[[], TieredCache | None]) -> list[LayerSize]:
+    """What the layers of a cache take; nothing if the cache is gone."""
+    cache = which()
+    return [] if cache is None else layer_sizes(cache)
 
 
 def _taken_back(layer: Any, before: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fade_runtime.config.memory_target import parsed
@@ -20,9 +21,15 @@ class BudgetOptions:
             (0, 1]), "topk" for max(128, 5 % of the context), or None for all of them.
         low_budget: body tokens per kv head in the low tier, a whole number or a share; 0: no low tier; None: all that
             the high tier does not take, so that nothing is evicted.
-        memory: bytes that the cache may take, in place of a budget: a number, a text such as "512MiB", or a share of
-            the device memory that is free when the cache is made (a float in (0, 1]). Compression of the body rises in
-            steps from 4x to 16x as tokens come. Sliding windows and recurrent layers are not counted.
+        target_compression: in place of a budget: how many times smaller the whole cache is than the model's full one
+            at the length at hand, both counted with numbers of 16 bits. Sliding windows, recurrent states and exact
+            tokens count too; what full-attention layers may keep is solved from it each time tokens move (between two
+            moves up to ``reassign_every`` newer ones wait in full precision).
+        min_budget: share of the context, in (0, 1], that a kv head keeps on average whatever target_compression asks;
+            where it stands in the way, the cache says what it reaches.
+        memory: bytes that the whole cache may take, in place of a budget: a number, a text such as "512MiB", or a
+            share of the device memory that is free when the cache is made (a float in (0, 1]). Compression of the body
+            rises in steps from 4x to 16x as tokens come.
         tau, low_tau: shares of a kv head's score, in (0, 1]: the high tier takes no more of the best tokens than hold
             ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
@@ -33,6 +40,8 @@ class BudgetOptions:
 
     int4_budget: int | float | str | None = None
     low_budget: int | float | None = 0
+    target_compression: float | None = None
+    min_budget: float = 0.1
     memory: int | float | str | None = None
     tau: float | None = None
     low_tau: float | None = None
@@ -50,17 +59,18 @@ class BudgetOptions:
         check_choice("phase", self.phase, (None, "1a", "1b", "2"))
         check_budget("int4_budget", self.int4_budget, TOP_K)
         check_budget("low_budget", self.low_budget)
-        if self.int4_budget is None and self.low_budget != 0:
+        if self.int4_budget is None and self.low_budget != 0 and not self.has_target:
             raise FadeError(
                 "int4_budget None takes every token, so low_budget has nothing to hold; give int4_budget (0 for none)"
             )
         self._check_memory()
+        self._check_target()
         for name in ("tau", "low_tau"):
             value = getattr(self, name)
             if value is None:
                 continue
             check_fraction(name, value)
-            if value < 1 and self.int4_budget is None and self.memory is None:
+            if value < 1 and self.int4_budget is None and not self.has_target:
                 raise FadeError(f"{name} {value!r} needs int4_budget, the most that a kv head may keep; try 1.0")
 
     def _check_memory(self) -> None:
@@ -76,6 +86,24 @@ class BudgetOptions:
             )
         if self.int4_budget is not None or self.low_budget != 0:
             raise FadeError("memory sets the budget itself; leave int4_budget and low_budget out, or leave memory out")
+
+    def _check_target(self) -> None:
+        target = self.target_compression
+        check_fraction("min_budget", self.min_budget)
+        if target is None:
+            return
+        if isinstance(target, bool) or not isinstance(target, int | float) or not 1 < target < math.inf:
+            raise FadeError(f"target_compression {target!r} is no number above 1; give 6.0 for six times smaller")
+        if self.int4_budget is not None or self.low_budget != 0 or self.memory is not None:
+            raise FadeError(
+                "target_compression sets the budget itself; leave int4_budget, low_budget and memory out, or leave "
+                "target_compression out"
+            )
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the size of the whole cache is given, and budgets follow from it."""
+        return self.memory is not None or self.target_compression is not None
 
     @property
     def has_low_tier(self) -> bool:

@@ -20,6 +20,7 @@ from predictor.errors import FadeError
 from predictor.registry import load_predictor
 
 PRESETS = ("safe", "balanced", "aggressive")
+SIZES = ("int4_budget", "target_compression", "memory")  # options of which one says how much is kept
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
                 )
         if self.phase in ("1a", "1b") and self.ranks:
             raise FadeError(
-                f"phase {self.phase!r} evicts nothing; leave int4_budget and memory at None, and fastgen out, or set "
-                "phase='2'"
+                f"phase {self.phase!r} evicts nothing; leave int4_budget, target_compression and memory at None, and "
+                "fastgen out, or set phase='2'"
             )
         for name in ("tau", "low_tau"):
             if getattr(self, name) not in (None, 1) and self.eviction_policy == "position":
@@ -76,9 +77,9 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
                     f"{name} {getattr(self, name)!r} needs scores that are shares; eviction_policy 'position' has none"
                 )
         if self.eviction_policy == "fastgen":
-            if self.predictor is not None and not (self.int4_budget or self.memory):
+            if self.predictor is not None and not (self.int4_budget or self.has_target):
                 raise FadeError(
-                    "fastgen with a predictor raises learned budgets; set int4_budget, their mean (or memory)"
+                    "fastgen with a predictor raises learned budgets; set int4_budget, their mean, or a target"
                 )
             if min(self.shares) < 1:
                 raise FadeError("tau and low_tau share out scores by head, as fastgen does itself; leave them at None")
@@ -115,7 +116,7 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
     def ranks(self) -> bool:
         """Whether scores decide anything: not when all tokens go to one tier."""
         if self.int4_budget is None:
-            return self.eviction_policy == "fastgen" or self.memory is not None
+            return self.eviction_policy == "fastgen" or self.has_target
         return not (self.int4_budget == 0 and self.low_budget is None)
 
     @property
@@ -158,13 +159,13 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
 
     @classmethod
     def balanced(cls, predictor: str | Path | Predictor | None = None, **options: Any) -> FadeConfig:
-        """About 6 times smaller at 2,048 tokens: 43 % of the context kept, by the predictor or else by h2o."""
-        return cls._evicting(0.43, predictor, options)
+        """The whole cache 6 times smaller, but a quarter of the context kept; by the predictor, or else by h2o."""
+        return cls._evicting(predictor, {"target_compression": 6.0, "min_budget": 0.25}, options)
 
     @classmethod
     def aggressive(cls, predictor: str | Path | Predictor | None = None, **options: Any) -> FadeConfig:
-        """About 10 times smaller at 2,048 tokens: a fifth of the context kept, by the predictor or else by h2o."""
-        return cls._evicting(0.2, predictor, options)
+        """The whole cache 10 times smaller, but a tenth of the context kept; by the predictor, or else by h2o."""
+        return cls._evicting(predictor, {"target_compression": 10.0, "min_budget": 0.1}, options)
 
     @classmethod
     def risk(
@@ -203,9 +204,12 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
         rung = choose_rung(loaded.certificate, kl, confidence, share, loaded.name)
         if rung.int4_budget is None:
             return cls.safe(**options)
-        return cls._evicting(rung.int4_budget, loaded, options)
+        return cls._evicting(loaded, {"int4_budget": rung.int4_budget}, options)
 
     @classmethod
-    def _evicting(cls, budget: float, predictor: Any, options: dict[str, Any]) -> FadeConfig:
+    def _evicting(cls, predictor: Any, size: dict[str, Any], options: dict[str, Any]) -> FadeConfig:
+        """A preset of a size; other sizes among the options take its place."""
         policy = "h2o" if predictor is None else "learned"
-        return cls(int4_budget=budget, eviction_policy=policy, predictor=predictor).with_options(**options)
+        if any(options.get(name) is not None for name in SIZES):
+            size = {}
+        return cls().with_options(**{"eviction_policy": policy, "predictor": predictor, **size, **options})

@@ -30,7 +30,7 @@ def row_budgets(
         lengths: [B] int64 tokens of each sequence so far, padding left out.
         heads: kv heads.
         wanted: [R] tokens that the profiles of the text ask for, or None. They lower a budget, or, if the policy says
-            so and no memory target is set, raise it.
+            so and no size of the cache is the target, raise it.
         fraction: budget of a kv head as a fraction of the context, in place of the config's
             (:mod:`fade_runtime.config.memory_target`).
 
@@ -91,7 +91,7 @@ def plan(
         age = lengths[batch] - 1 - tokens.slots
         profiled = ProfiledTokens(tokens.rows, classes, age, store.profiles.flatten(), lengths.repeat_interleave(heads))
         scores, wanted = policy.narrow(scores, profiled)
-    fraction = None if setup.memory is None else setup.memory.share(lengths, heads, *store.widths())
+    fraction = None if setup.memory is None else setup.memory.share(lengths)
     budgets = row_budgets(config, policy, setup.index, lengths, heads, wanted, fraction)
     planned = plan_tiers(scores, tokens.rows, budgets, slots=tokens.slots, tiers=tokens.tiers, low_tier=config.low)
     return planned.tiers.long(), scores

@@ -261,12 +261,6 @@ class TokenStore:
         stored = [tensor for tokens in self.body() for tensor in tokens.tensors().values()]
         return sum(len(tokens) for tokens in self.body()), sum(t.untyped_storage().nbytes() for t in stored)
 
-    def widths(self) -> tuple[int, int, float]:
-        """Channels of a key and a value together, bytes of each in full precision, bytes of both as high-tier codes."""
-        key, value, bits = self.full.key, self.full.value, self.config.bits
-        codes = (key.shape[3] * bits.key + value.shape[3] * bits.value) / 8
-        return key.shape[3] + value.shape[3], key.element_size(), codes
-
     def set_newest_keys(self, key: Tensor) -> None:
         """Replace the keys of the newest tokens by [B, H, Q, D]."""
         older = self.full.key[:, :, : len(self.full) - key.shape[2]]

@@ -348,6 +348,24 @@ def pack_tokens(
     return packed.retier(torch.where(low, int(Tier.LOW), int(Tier.HIGH)))
 
 
+def packed_bytes(
+    key_dim: int, value_dim: int, bits: Bits = DEFAULT_BITS, page_tokens: int = quant.PAGE, *, keeps_stats: bool = False
+) -> float:
+    """Bytes of a token of the high tier in a full page, its share of the page included.
+
+    Example:
+        >>> packed_bytes(64, 64, page_tokens=32, keeps_stats=True) * 32
+        2486.0
+        >>> rows, x = torch.zeros(32, dtype=torch.long), torch.randn(32, 64)
+        >>> stored = pack_tokens(x, x, rows, torch.arange(32), x[:, 0], page_tokens=32).tensors().values()
+        >>> sum(tensor.nbytes for tensor in stored)
+        2486
+    """
+    groups = quant.value_groups(value_dim)
+    token = (key_dim * bits.key + value_dim * bits.value) / 8 + 2 * 2 * groups + 1 + 4 * keeps_stats
+    return token + (2 * key_dim + 3 * 2 + 4 * 4) / page_tokens
+
+
 def _smallest(offset: Tensor) -> Tensor:
     largest = int(offset.max()) if len(offset) else 0
     dtype = next(t for t in (torch.uint8, torch.int16, torch.int32) if largest <= torch.iinfo(t).max)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from fade_runtime import FadeConfig, create_tiered_cache
+from fade_runtime.cache.accounting import full_cache_bytes
 from fade_runtime.layer.layer import TieredLayer
 from fade_runtime.transformers_api import (
     NAME,
@@ -22,6 +24,7 @@ from fade_runtime.transformers_api import (
     hand_over,
     implementation_of,
     register,
+    stock_layers,
     text_config,
     window_of,
 )
@@ -100,19 +103,15 @@ class Run:
     def half_precision_bytes(self) -> tuple[int, int]:
         """Resident bytes and those of a full cache, had the model been of two-byte floats.
 
-        Only tensors of the model's own dtype shrink with it; codes, scales, slots and statistics are stored the
+        Only what is in the model's own precision shrinks with it; codes, scales, slots and statistics are stored the
         same under every model.
         """
-        width = self.model.dtype.itemsize
         if not self.tiered:
-            full = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
-            return full * 2 // width, full * 2 // width
+            full = full_cache_bytes(self.cache)
+            return full, full
         self.cache.count_held()
-        report = self.cache.memory_report()
-        exact = [t for layer in self.cache.tiered for t in (layer.tokens.full.key, layer.tokens.full.value)]
-        stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in exact}
-        spared = sum(stored.values()) * (width - 2) // width
-        return report["resident_bytes"] - spared, report["full_bytes"] * 2 // width
+        report = self.cache.memory_report(as_16_bit=True)
+        return report["resident_bytes"], report["full_bytes"]
 
 
 class OracleRun(Run):
@@ -184,14 +183,19 @@ class PeerRun(Run):
 
     def half_precision_bytes(self) -> tuple[int, int]:
         """What is reachable from the cache, and what a full cache of the same text holds."""
-        return resident_bytes(self.cache, self.model.dtype), full_bytes_of_token(self.model) * self.seen
+        return resident_bytes(self.cache, self.model.dtype), bytes_in_full(self.model, self.seen)
 
 
-def full_bytes_of_token(model: Any) -> int:
-    """Bytes of one token in a full cache of two-byte floats, keys and values of all layers."""
+def bytes_in_full(model: Any, seen: int) -> int:
+    """Bytes of so many tokens in a full cache of two-byte floats: keys and values of all layers, as far as they look.
+
+    Recurrent states are not counted.
+    """
     config = text_config(model)
     heads, dim = geometry(config)
-    return 2 * 2 * config.num_hidden_layers * heads * dim
+    windows = [window_of(layer) for layer in stock_layers(config) if isinstance(layer, CacheLayerMixin)]
+    columns = sum(seen if window is None else min(seen, window - 1) for window in windows)
+    return 2 * 2 * columns * heads * dim
 
 
 def full_twin(model: Any) -> Any:

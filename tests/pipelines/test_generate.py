@@ -89,7 +89,7 @@ def chosen(predictor: str | None, preset: str | None, policy: str | None, budget
     [
         ((None, None, None, None), FadeConfig.safe()),
         ((None, "safe", None, None), FadeConfig.safe()),
-        ((None, None, "ema", None), FadeConfig(int4_budget=0.43, eviction_policy="ema")),
+        ((None, None, "ema", None), FadeConfig(target_compression=6.0, min_budget=0.25, eviction_policy="ema")),
         ((None, "aggressive", None, 0.1), FadeConfig.aggressive(int4_budget=0.1)),
         ((None, None, None, 128), FadeConfig.balanced(int4_budget=128)),
         (("a/bundle", None, None, None), FadeConfig.balanced(predictor="a/bundle")),

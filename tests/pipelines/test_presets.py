@@ -15,19 +15,19 @@ from predictor.errors import FadeError
 
 def test_a_preset_a_file_and_options_mean_the_same(tmp_path: Path) -> None:
     file = tmp_path / "cache.yaml"
-    file.write_text("preset: aggressive\nlow_budget: 0.1\n")
-    wanted = FadeConfig.aggressive(low_budget=0.1)
-    given = [file, str(file), {"preset": "aggressive", "low_budget": 0.1}, wanted]
+    file.write_text("preset: aggressive\nrecent_window: 30\n")
+    wanted = FadeConfig.aggressive(recent_window=30)
+    given = [file, str(file), {"preset": "aggressive", "recent_window": 30}, wanted]
     assert [read_config(each) for each in given] == [wanted] * 4
-    assert read_config("aggressive", low_budget=0.1) == wanted
-    assert read_config(file, low_budget=0.2) == FadeConfig.aggressive(low_budget=0.2)
+    assert read_config("aggressive", recent_window=30) == wanted
+    assert read_config(file, recent_window=20) == FadeConfig.aggressive(recent_window=20)
     assert read_config() == FadeConfig.safe()
 
 
 def test_a_predictor_is_loaded_once_and_evicts(bundles: dict[str, Path], tmp_path: Path) -> None:
     made = read_config(predictor=bundles["mlp"])
     assert isinstance(made.predictor, Predictor)
-    assert (made.int4_budget, made.eviction_policy) == (FadeConfig.balanced().int4_budget, "learned")
+    assert (made.target_compression, made.eviction_policy) == (6.0, "learned")
     assert read_config(made).predictor is made.predictor
     file = tmp_path / "cache.yaml"
     file.write_text(f"preset: aggressive\npredictor: {bundles['mlp']}\n")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fade_runtime import FadeConfig, FadeError, create_tiered_cache, load_session
 from fade_runtime.config import memory_target as controller
-from fade_runtime.config.memory_target import LEAST, MOST, STEPS, budget_share, free_bytes, target_bytes
+from fade_runtime.config.memory_target import LEAST, MOST, STEPS, LayerSize, budget_share, free_bytes, target_bytes
 from fade_runtime.transformers_api import forward_kwargs
 from tests.conftest import slow
 
@@ -189,14 +189,23 @@ def test_what_the_guard_has_raised_is_kept_whatever_the_target(model: Any) -> No
 
 def test_the_budget_of_a_batch_is_a_share_of_what_lies_between_sinks_and_window() -> None:
     """By hand: 2 layers of 3 kv heads, rows of 100 and 40 tokens, 10 of each exact and 5 that wait."""
-    given: dict[str, Any] = dict(heads=3, dims=32, itemsize=2, codes=16.0)
-    held = 16 + controller.OVERHEAD
+    size = LayerSize(heads=3, width=3 * 64, packed=3 * 32)
     fixed = 6 * 64 * 15 * 2 + 77
     for target, step in ((10**6, 4.0), (fixed + 6 * 120 * 64 // 8, 8.0)):
-        made = controller.MemoryController(target, layers=2, extra=77, exact=10, every=5)
-        share = made.share(torch.tensor([100, 40]), **given)
+        made = controller.MemoryController(target, None, extra=77, exact=10, every=5, sizes=lambda: [size, size])
+        share = made.share(torch.tensor([100, 40]))
         assert made.compression == step
-        assert share * 140 == pytest.approx(min(1.0, 64 / step / held) * (90 + 30))
+        assert share * 140 == pytest.approx(min(1.0, 64 / step / 32) * (90 + 30))
     made.note(0, tokens=10, size=200)  # tokens turn out to be smaller than thought
     made.planned = None
-    assert made.share(torch.tensor([100, 40]), **given) * 140 == pytest.approx(min(1.0, 64 / 8 / 20) * 120)
+    assert made.share(torch.tensor([100, 40])) * 140 == pytest.approx(min(1.0, 64 / 8 / 20) * 120)
+
+
+def test_bytes_of_layers_that_do_not_evict_are_part_of_the_target() -> None:
+    """By hand: a window of 21 tokens and a state of 1,000 bytes leave that much less."""
+    full, window = LayerSize(2, 2 * 64, 2 * 32), LayerSize(2, 2 * 64, 2 * 32, window=21)
+    state, kept = LayerSize(state=1000), 2 * 64 * 15 + 2 * 32 * (21 - 10)
+    assert window.kept(100, exact=10, waiting=5) == kept
+    alone = controller.MemoryController(8000, None, 0, exact=10, every=5, sizes=lambda: [full])
+    beside = controller.MemoryController(9000 + kept, None, 0, 10, 5, sizes=lambda: [window, state, full])
+    assert alone.share(torch.tensor([100])) == beside.share(torch.tensor([100])) < 0.9
