@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from predictor.budgets import ALLOCATIONS, HeadBudgets, lost_curves
@@ -115,16 +115,14 @@ KL to the full cache per token, in nats, on {certificate["documents"]} texts of 
 not trained on: {certificate["context"]:,} tokens, {certificate["steps"]} decoded, {certificate["budget"]:.0%} of
 the context kept in the body, in 4 bits. Copy: the end of the text repeats its beginning.
 
-| | KL, mean | KL, worst | top-1 | KL, copy | compression |
-|---|---|---|---|---|---|
 """
-    rows = sorted(certificate["figures"].items(), key=lambda one: one[1]["kl"])
-    lines = (
-        f"| {name} | {f['kl']:.4f} | {f['worst_kl']:.4f} | {f['top1']:.1%} | {f['copy_kl']:.4f} | "
-        f"{f['compression']:.2f}x |\n"
-        for name, f in rows
-    )
-    return head + "".join(lines) + "\n" + _ladder(certificate)
+    figures = certificate["figures"]
+    titles = ["", "KL, mean", "KL, worst", "top-1", "KL, copy", *_sizes(figures.values())]
+    lines = [
+        [name, f"{f['kl']:.4f}", f"{f['worst_kl']:.4f}", f"{f['top1']:.1%}", f"{f['copy_kl']:.4f}", *_times(f, titles)]
+        for name, f in sorted(figures.items(), key=lambda one: one[1]["kl"])
+    ]
+    return head + _table([titles, ["---"] * len(titles), *lines]) + "\n" + _ladder(certificate)
 
 
 def _ladder(certificate: Mapping[str, Any] | None) -> str:
@@ -138,9 +136,8 @@ The same on {len(rungs[0].kl)} texts of {", ".join(sorted(set(measured["texts"])
 {measured["context"]:,} tokens, {measured["steps"]} decoded. `FadeConfig.risk(kl=...)` picks a budget from this table:
 with a confidence of .95, {QUANTILE:.0%} of texts like these stay below the bound.
 
-| kept in the body | compression | KL, mean | KL, worst | bound |
-|---|---|---|---|---|
 """
+    titles = ["kept in the body", "KL, mean", "KL, worst", "bound", *_sizes([rung.to_dict() for rung in rungs])]
     lines = []
     target = certificate.get("target_kl")
     met = None if target is None else smallest_budget(rungs, target)
@@ -148,9 +145,21 @@ with a confidence of .95, {QUANTILE:.0%} of texts like these stay below the boun
         bound = upper_bound(rung.kl, QUANTILE, 0.95)
         stated = f"{bound:.4f}" if bound < float("inf") else "too few texts"
         mean = sum(rung.kl) / len(rung.kl)
-        lines.append(f"| {_kept(rung)} | {rung.compression:.2f}x | {mean:.4f} | {max(rung.kl):.4f} | {stated} |\n")
+        lines.append([_kept(rung), f"{mean:.4f}", f"{max(rung.kl):.4f}", stated, *_times(rung.to_dict(), titles)])
     least = f"\nThe smallest budget that loses on average at most KL {target:g} is {_kept(met)}.\n" if met else ""
-    return head + "".join(lines) + least + "\n"
+    return head + _table([titles, ["---"] * len(titles), *lines]) + least + "\n"
+
+
+SIZES = {"compression": "compression", "compressed layers": "compressed_layers", "other layers": "other_layers"}
+
+
+def _sizes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Columns of compression: of the whole cache, and by kind of layer where some evict nothing."""
+    return list(SIZES) if any(row.get("other_layers") for row in rows) else ["compression"]
+
+
+def _times(row: Mapping[str, Any], titles: Sequence[str]) -> list[str]:
+    return [f"{row[SIZES[title]]:.2f}x" for title in titles if title in SIZES]
 
 
 def _kept(rung: Rung) -> str:

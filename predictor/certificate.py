@@ -23,17 +23,21 @@ class Rung:
 
     Attributes:
         int4_budget: fraction of the context kept in the body; None for all of it, in 4 bits.
-        compression: of all texts together, as a 16-bit model has it.
+        compression: of the whole cache, all texts together, as a 16-bit model has it.
         kl: KL(full || compressed) per token of each text, nats.
+        compressed_layers, other_layers: compression of the layers that evict and of the others; 0 without others.
     """
 
     int4_budget: float | None
     compression: float
     kl: tuple[float, ...]
+    compressed_layers: float = 0.0
+    other_layers: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dictionary."""
-        return {**asdict(self), "compression": round(self.compression, 4), "kl": [round(one, 7) for one in self.kl]}
+        times = {name: round(getattr(self, name), 4) for name in ("compression", "compressed_layers", "other_layers")}
+        return {**asdict(self), **times, "kl": [round(one, 7) for one in self.kl]}
 
 
 def confidence_below(texts: int, rank: int, quantile: float) -> float:
@@ -136,7 +140,12 @@ def ladder(certificate: Mapping[str, Any] | None, name: str = "predictor") -> li
         raise FadeError(f"{name} has no certificate of KL at several budgets; make it with python -m pipelines.certify")
     try:
         rungs = [
-            Rung(each["int4_budget"], float(each["compression"]), tuple(map(float, each["kl"])))
+            Rung(
+                each["int4_budget"],
+                float(each["compression"]),
+                tuple(map(float, each["kl"])),
+                *(float(each.get(name, 0)) for name in ("compressed_layers", "other_layers")),
+            )
             for each in stored["rungs"]
         ]
         whole = bool(rungs) and len({len(rung.kl) for rung in rungs}) == 1 and all(map(_possible, rungs))

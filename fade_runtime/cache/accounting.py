@@ -88,9 +88,9 @@ def stock_tensors(layers: Sequence[Any]) -> list[Tensor]:
     return [t for layer in layers if not isinstance(layer, TieredLayer) for t in reachable_tensors(vars(layer))]
 
 
-def full_cache_bytes(cache: Any) -> int:
-    """Bytes of a cache of transformers' own layers, its numbers of two bytes; a view counts as what it shows."""
-    return sum(_as_stored(t.nbytes, t.dtype, True) for t in stock_tensors(cache.layers) if t.is_floating_point())
+def full_cache_bytes(layers: Sequence[Any]) -> int:
+    """Bytes of layers of transformers' own cache, numbers of two bytes each; a view counts as what it shows."""
+    return sum(_as_stored(t.nbytes, t.dtype, True) for t in stock_tensors(layers) if t.is_floating_point())
 
 
 def _as_stored(size: int, dtype: torch.dtype, as_16_bit: bool) -> int:

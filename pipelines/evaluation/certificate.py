@@ -18,7 +18,7 @@ from fade_runtime import FadeConfig
 from pipelines.evaluation.measure import Measured, compare
 from pipelines.evaluation.runs import Method
 from pipelines.evaluation.tasks.texts import LEAD
-from pipelines.reporting.rows import FULL, mean
+from pipelines.reporting.rows import FULL, by_layers, compression, mean
 from predictor.bundle import Predictor
 from predictor.certificate import Rung
 from predictor.errors import FadeError
@@ -39,7 +39,8 @@ class Figures:
         kl, worst_kl: KL(full || evicting) of the next token, nats: mean over texts, and of the worst text.
         top1: fraction of steps whose most likely token is the full cache's.
         copy_kl: KL where the text is a copy of what came before; NaN without such texts.
-        compression: of the cache at the end, as a 16-bit model has it.
+        compression: of the whole cache at the end, as a 16-bit model has it.
+        compressed_layers, other_layers: the same of the layers that evict and of the others; 0 without others.
     """
 
     kl: float
@@ -47,6 +48,8 @@ class Figures:
     top1: float
     copy_kl: float
     compression: float
+    compressed_layers: float = 0.0
+    other_layers: float = 0.0
 
 
 def certify(
@@ -116,7 +119,7 @@ def measure_ladder(
         rows.append(compare(model, methods, tokens, steps, timed=False)[1:])
         on_text()
     return [
-        Rung(budget, _compression(column), tuple(mean(one.kl) for one in column))
+        Rung(budget, kl=tuple(mean(one.kl) for one in column), **_compression(column))
         for budget, column in zip(budgets, map(list, zip(*rows)))
     ]
 
@@ -278,9 +281,10 @@ def _figures(plain: Sequence[Measured], copied: Sequence[Measured]) -> Figures:
         worst_kl=max(kls),
         top1=mean([mean(row.agree) for row in plain]),
         copy_kl=mean([mean(row.kl) for row in copied]),
-        compression=_compression(plain),
+        **_compression(plain),
     )
 
 
-def _compression(rows: Sequence[Measured]) -> float:
-    return sum(row.full_bytes for row in rows) / sum(row.resident_bytes for row in rows)
+def _compression(measured: Sequence[Measured]) -> dict[str, float]:
+    rows = [vars(row) for row in measured]
+    return {"compression": compression(rows), **by_layers(rows)}

@@ -25,6 +25,7 @@ class Measured:
         agree: whether the most likely next token is the full cache's, at each step.
         seconds: of each step's forward; empty if it was not timed.
         resident_bytes, full_bytes: at the last step, had the model been of two-byte floats.
+        others_bytes, others_full_bytes: the part of both in layers that evict nothing; 0 without such layers.
     """
 
     name: str
@@ -33,11 +34,19 @@ class Measured:
     seconds: list[float] = field(default_factory=list)
     resident_bytes: int = 0
     full_bytes: int = 0
+    others_bytes: int = 0
+    others_full_bytes: int = 0
 
     @property
     def compression(self) -> float:
         """Bytes of a full cache divided by what was resident."""
         return self.full_bytes / self.resident_bytes
+
+    def weigh(self, run: Run) -> None:
+        """Take in what a run's cache holds now."""
+        size = run.half_precision_bytes()
+        self.resident_bytes, self.full_bytes = size.resident, size.full
+        self.others_bytes, self.others_full_bytes = size.others, size.others_full
 
     def add(self, full: Tensor, other: Tensor) -> None:
         """Take in steps, whose logits [n, V] are the full cache's and this one's."""
@@ -86,7 +95,7 @@ def compare(
         read_prompt(runs, context, on_step)
         (_interleaved if timed else _one_by_one)(runs, continuation, measured, on_step)
     for row, run in zip(measured, runs):
-        row.resident_bytes, row.full_bytes = run.half_precision_bytes()
+        row.weigh(run)
     return measured
 
 

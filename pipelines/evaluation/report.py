@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from pipelines.evaluation.measure import Measured
-from pipelines.reporting.rows import FULL, mean
+from pipelines.reporting.rows import FULL, by_layers, layer_cells, layer_columns, mean
 from pipelines.reporting.tables import listed_options, machine_line, markdown_table
 
 MIB = 2**20
@@ -38,6 +38,8 @@ def document_rows(texts: Sequence[Mapping[str, Any]], measured: Sequence[Sequenc
                     "top1": mean(one.agree),
                     "resident_bytes": one.resident_bytes,
                     "full_bytes": one.full_bytes,
+                    "others_bytes": one.others_bytes,
+                    "others_full_bytes": one.others_full_bytes,
                     "tokens_per_second": seconds and 1 / seconds,
                     "speed": seconds and median(methods[0].seconds) / seconds,
                 }
@@ -70,6 +72,7 @@ def method_rows(documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "resident_bytes": resident,
                 "full_bytes": full,
                 "compression": full / resident,
+                **by_layers(rows_of),
                 **{key: _mean_or_none([row[key] for row in rows_of]) for key in ("tokens_per_second", "speed")},
             }
         )
@@ -96,6 +99,7 @@ def tables(documents: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str
 
 def table(methods: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] = ()) -> str:
     """The methods as a Markdown table, for the terminal and for the report; no speed if none was measured."""
+    by_kind = layer_columns(methods)
     lines = [
         (
             row["method"],
@@ -104,11 +108,12 @@ def table(methods: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] 
             f"{row['top1']:.1%}",
             f"{row['resident_bytes'] / MIB:.2f}",
             f"{row['compression']:.2f}x",
+            *layer_cells(row, by_kind),
             *([f"{row['speed']:.2f}x ({row['tokens_per_second']:.1f}/s)"] if row["speed"] else []),
         )
         for row in methods
     ]
-    columns = COLUMNS[: len(lines[0])]
+    columns = (*COLUMNS[:6], *by_kind, *COLUMNS[6:])[: len(lines[0])]
     return markdown_table(
         columns, [*lines, *((*one, "failed", *("-" for _ in columns[2:])) for one in failed)], words=1
     )
@@ -154,8 +159,9 @@ the same to every cache; {len(run["texts"])} texts{unseen}.
 
 - **KL** is KL(full cache || this cache) of the next-token distribution, in nats, mean over steps, from a
   float32 model. **top-1** is how often the most likely next token is the full cache's.
-- **MiB** is what the cache really held at the last step, metadata and buffers included; **compression** is a
-  full cache divided by it. Both are those of a model with two-byte floats.
+- **MiB** is what the whole cache really held at the last step, metadata and buffers included; **compression** is a
+  full cache divided by it. Both are those of a model with two-byte floats. Where a model has layers that evict nothing
+  (sliding windows, recurrent states), **other layers** is the same of those, **compressed layers** of the rest.
 {SPEED if settings["speed"] else UNTIMED}
 - Evicting caches that are no configuration of their own keep {settings["budget"]:.0%} of the context per kv head,
   in 4 bits, besides the first and the newest tokens, which stay exact.

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,20 @@ class Method:
 
     name: str
     config: FadeConfig | Oracle | Peer | None
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of a cache at one moment, had the model been of two-byte floats.
+
+    Attributes:
+        resident: of all that is reachable from it. full: of the same tokens in the model's own cache.
+        others, others_full: the part of both in layers that evict nothing (sliding windows, recurrent states).
+    """
+
+    resident: int
+    full: int
+    others: int = 0
+    others_full: int = 0
 
 
 class Run:
@@ -100,18 +114,24 @@ class Run:
         other.cache = copy.deepcopy(self.cache)
         return other
 
-    def half_precision_bytes(self) -> tuple[int, int]:
-        """Resident bytes and those of a full cache, had the model been of two-byte floats.
+    def half_precision_bytes(self) -> CacheBytes:
+        """What the cache holds now.
 
         Only what is in the model's own precision shrinks with it; codes, scales, slots and statistics are stored the
         same under every model.
         """
         if not self.tiered:
-            full = full_cache_bytes(self.cache)
-            return full, full
+            full, evicting = (full_cache_bytes(layers) for layers in (self.cache.layers, self._evicting()))
+            return CacheBytes(full, full, full - evicting, full - evicting)
         self.cache.count_held()
         report = self.cache.memory_report(as_16_bit=True)
-        return report["resident_bytes"], report["full_bytes"]
+        others = report["layers"]["others"]
+        return CacheBytes(
+            report["resident_bytes"], report["full_bytes"], others["resident_bytes"], others["full_bytes"]
+        )
+
+    def _evicting(self) -> list[Any]:
+        return [layer for layer in self.cache.layers if can_tier(layer)]
 
 
 class OracleRun(Run):
@@ -181,9 +201,9 @@ class PeerRun(Run):
             other.cache = self.peer.copied(self.cache)
         return other
 
-    def half_precision_bytes(self) -> tuple[int, int]:
+    def half_precision_bytes(self) -> CacheBytes:
         """What is reachable from the cache, and what a full cache of the same text holds."""
-        return resident_bytes(self.cache, self.model.dtype), bytes_in_full(self.model, self.seen)
+        return CacheBytes(resident_bytes(self.cache, self.model.dtype), bytes_in_full(self.model, self.seen))
 
 
 def bytes_in_full(model: Any, seen: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from pipelines.evaluation.intervals import bootstrap, interval
 from pipelines.evaluation.task_runner import Answer
 from pipelines.evaluation.tasks.task import Example, Task
-from pipelines.reporting.rows import FULL, compression, mean
+from pipelines.reporting.rows import FULL, by_layers, compression, layer_cells, layer_columns, mean
 from pipelines.reporting.tables import listed_options, machine_line, markdown_table
 
 COLUMNS = ("task", "cache", "score", "95 %", "full cache", "KL", "top-1", "same answer", "compression")
@@ -35,6 +35,8 @@ def answer_rows(
             "kl": mean(one.measured.kl),
             "top1": mean(one.measured.agree),
             "resident_bytes": one.measured.resident_bytes,
+            "others_bytes": one.measured.others_bytes,
+            "others_full_bytes": one.measured.others_full_bytes,
             "full_bytes": one.measured.full_bytes,
             "said": [text[:WORDS] for text in one.output.texts],
             "depth": example.facts.get("depth"),
@@ -83,6 +85,7 @@ def task_rows(answers: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) 
                     "lost_interval": bootstrap(lost) if scored else None,
                     **{key: mean([row[key] for row in these]) for key in ("kl", "top1", "same")},
                     "compression": compression(these),
+                    **by_layers(these),
                 }
             )
     return rows
@@ -94,13 +97,14 @@ def over_all(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for method in dict.fromkeys(row["method"] for row in tasks):
         of_method = [row for row in tasks if row["method"] == method]
         lost = [row["lost"] for row in of_method if row["lost"] is not None and row["metric"] != "perplexity"]
+        kinds = [key for key in ("compressed_layers", "other_layers") if all(key in row for row in of_method)]
         rows.append(
             {
                 "kind": "all tasks",
                 "method": method,
                 "tasks": len(of_method),
                 "lost": mean(lost) if lost else None,
-                **{key: mean([row[key] for row in of_method]) for key in ("kl", "top1", "same", "compression")},
+                **{key: mean([row[key] for row in of_method]) for key in ("kl", "top1", "same", "compression", *kinds)},
             }
         )
     return rows
@@ -108,6 +112,8 @@ def over_all(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def tables(tasks: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] = ()) -> str:
     """All tasks together by cache, then task by task, in Markdown; ``failed`` are tasks and caches that did."""
+    means = over_all(tasks)
+    by_kind = layer_columns(means)
     total = [
         (
             row["method"],
@@ -117,8 +123,9 @@ def tables(tasks: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] =
             f"{row['top1']:.1%}",
             f"{row['same']:.0%}",
             f"{row['compression']:.2f}x",
+            *layer_cells(row, by_kind),
         )
-        for row in over_all(tasks)
+        for row in means
     ]
     lines: list[tuple[str, ...]] = [
         (
@@ -136,7 +143,7 @@ def tables(tasks: Sequence[Mapping[str, Any]], failed: Sequence[Sequence[str]] =
         if row["method"] != FULL
     ]
     lines += [(task, cache, "failed", *("-" for _ in COLUMNS[3:])) for task, cache in failed]
-    return f"{markdown_table(ALL_COLUMNS, total, words=1)}\n\n{markdown_table(COLUMNS, lines, words=2)}"
+    return f"{markdown_table((*ALL_COLUMNS, *by_kind), total, words=1)}\n\n{markdown_table(COLUMNS, lines, words=2)}"
 
 
 def report(run: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], depths: str | None = None) -> str:

@@ -147,7 +147,7 @@ class TaskRunner:
         measured = Measured(name)
         expected, logits = torch.cat(full.logits), torch.cat(transcript.logits)  # [n, V]
         measured.add(expected, logits)
-        measured.resident_bytes, measured.full_bytes = run.half_precision_bytes()
+        measured.weigh(run)
         reference = torch.tensor([token for each in transcript.references for token in each])
         logprobs = logits.double().log_softmax(-1).gather(1, reference[:, None])[:, 0].tolist()
         texts = [self._text(answer, task.stop) for answer in transcript.answers]

@@ -61,3 +61,36 @@ def compression(rows: Sequence[Row]) -> float:
         2.0
     """
     return sum(row["full_bytes"] for row in rows) / sum(row["resident_bytes"] for row in rows)
+
+
+def by_layers(rows: Sequence[Row]) -> dict[str, float]:
+    """The same for the layers that evict and for the others; empty where there are no others, or nobody counted them.
+
+    Example:
+        >>> by_layers([{"full_bytes": 40, "resident_bytes": 10, "others_full_bytes": 12, "others_bytes": 6}])
+        {'compressed_layers': 7.0, 'other_layers': 2.0}
+    """
+    names = ("full_bytes", "resident_bytes", "others_full_bytes", "others_bytes")
+    full, resident, others_full, others = (sum(row.get(name, 0) for row in rows) for name in names)
+    if not others or others >= resident:
+        return {}
+    return {
+        "compressed_layers": (full - others_full) / (resident - others),
+        "other_layers": others_full / others,
+    }
+
+
+def layer_columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Titles of two more columns of a table, if any of its rows has :func:`by_layers`."""
+    return ("compressed layers", "other layers") if any("other_layers" in row for row in rows) else ()
+
+
+def layer_cells(row: Row, columns: Sequence[str]) -> list[str]:
+    """Cells of these columns.
+
+    Example:
+        >>> layer_cells({"compressed_layers": 7.0, "other_layers": 2.0}, ("compressed layers", "other layers"))
+        ['7.00x', '2.00x']
+    """
+    found = [row.get(column.replace(" ", "_")) for column in columns]
+    return ["-" if each is None else f"{each:.2f}x" for each in found]
