@@ -55,8 +55,8 @@ def test_presets_with_it_lose_little_at_their_size(real_model_dir: Path) -> None
     rows = compare(model, [Method(name, config) for name, config in configs.items()], tokens, steps=32)
     kl = {row.name: sum(row.kl) / len(row.kl) for row in rows}
     size = {row.name: row.full_bytes / row.resident_bytes for row in rows}
-    assert size["balanced"] > 5.5  # with 32 tokens that wait in full precision; 6.1 after each reassignment
-    assert size["aggressive"] > 9.0
+    assert size["balanced"] > 5.4  # with 32 tokens that wait in full precision; 6 after each reassignment
+    assert size["aggressive"] > 8.5  # 10 after each
     assert kl["balanced"] < min(0.02, kl["h2o"])
     assert kl["aggressive"] < 0.08
 
