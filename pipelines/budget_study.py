@@ -154,19 +154,32 @@ def stability(rows: _Rows, sets: Sequence[Sequence[int]], budgets: Sequence[floa
     Source: Spearman 1904, rank correlation, by scipy.
     """
     tables = [learned(rows.train(documents)) for documents in sets]
-    pairs = [(a, b) for i, a in enumerate(tables) for b in tables[i + 1 :]]
     lines = [
         f"Smallest rank correlation between any two of {len(sets)} disjoint sets of {min(map(len, sets))} documents:",
         "",
     ]
     at = FRACTIONS.index(0.11)
-    lost = min(float(spearmanr(a.lost[..., at].flatten(), b.lost[..., at].flatten()).statistic) for a, b in pairs)
-    lines.append(f"- attention lost when 11 % is kept: {lost:.3f}")
+    lines.append(f"- attention lost when 11 % is kept: {_least_agreement([table.lost[..., at] for table in tables])}")
     for budget in budgets:
-        kept = lambda table, budget=budget: torch.tensor(list(table.allocate(budget).values())).flatten()
-        least = min(float(spearmanr(kept(a), kept(b)).statistic) for a, b in pairs)
-        lines.append(f"- share of each kv head when {budget} is kept: {least:.3f}")
+        shares = [torch.tensor(list(table.allocate(budget).values())) for table in tables]
+        lines.append(f"- share of each kv head when {budget} is kept: {_least_agreement(shares)}")
     return lines
+
+
+def _least_agreement(tables: Sequence[Tensor]) -> str:
+    """The smallest rank correlation between any two tables [L, H] of the same kv heads, in words.
+
+    Example:
+        >>> _least_agreement([torch.tensor([[0.1], [0.2]]), torch.tensor([[0.3], [0.9]])])
+        '1.000'
+        >>> _least_agreement([torch.tensor([[0.1], [0.2]]), torch.tensor([[0.5], [0.5]])])
+        'undefined, one set has all heads alike'
+    """
+    flat = [table.flatten() for table in tables]
+    if any(len(each.unique()) < 2 for each in flat):
+        return "undefined, one set has all heads alike"
+    pairs = ((a, b) for i, a in enumerate(flat) for b in flat[i + 1 :])
+    return f"{min(float(spearmanr(a, b).statistic) for a, b in pairs):.3f}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 
 from data.trace import Traces
 from fade_runtime import FadeConfig
@@ -20,6 +20,7 @@ from pipelines import bench, collect_traces, evaluate, evaluate_tasks, generate,
 from pipelines.budget_study import budget_study
 from pipelines.certify import certify_bundle
 from pipelines.cli import run
+from pipelines.integrations.hf_pipeline import TASK, register_pipeline
 from pipelines.register import NOT_PROMOTED, register
 from pipelines.reporting.rows import mean
 from pipelines.reselect import reselect
@@ -56,6 +57,9 @@ TINY = {
     ),
     "gpt_oss": Family(
         partial(FAMILIES["gpt_oss"], **SLIDING, **kinds("sliding", "full", "sliding", "full")), (1, 3), 4, 3
+    ),
+    "lfm2": Family(
+        partial(FAMILIES["lfm2"], num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2), (1, 3), 4, 2
     ),
 }
 
@@ -236,10 +240,17 @@ def test_text_is_generated_and_scored(job: Job, capsys: pytest.CaptureFixture) -
     )
     assert "chosen by policy 'learned'" in capsys.readouterr().out
     assert {json.loads(line)["layer"] for line in events.read_text().splitlines()} >= set(job.family.layers)
+    guarded = "--guard=rollback", "--spill=host", "--monitor_every=4"
+    job.told(generate.main, f"--model={job.model}", f"--prompt={prompt}", "--policy=h2o", *guarded, *options)
+    assert "guard" in "".join(capsys.readouterr())
     model = AutoModelForCausalLM.from_pretrained(job.model)
     (scored,), report = lm_eval.score(model, FadeConfig.balanced(predictor=job.bundle), list(range(250)), [[1, 2, 3]])
     assert scored[0] < 0
     assert report["compression"] > 1
+    register_pipeline()
+    asked = pipeline(TASK, model=str(job.model), dtype="float32", device="cpu", fade_config=FadeConfig.safe())
+    ((answer,),) = asked([prompt], return_memory=True, return_full_text=False, do_sample=False, max_new_tokens=5)
+    assert answer["memory"]["compression"] > 1
 
 
 def test_codebooks_are_trained(job: Job) -> None:
@@ -256,6 +267,12 @@ def test_codebooks_are_trained(job: Job) -> None:
 @pytest.mark.parametrize("name", ["collect", "prefill", "profile", "select", "decode", "guard"])
 def test_it_is_timed(name: str, job: Job) -> None:
     one = {"profile": ["--context=200", "--steps=70"], "collect": ["--repeats=1", "--future=8"]}
-    few = {"decode": ["--steps=2"], "guard": ["--steps=4"], "select": ["--steps=64"], "prefill": ["--repeats=1"]}
+    few = {
+        "memory": ["--new_tokens=2"],
+        "decode": ["--steps=2"],
+        "guard": ["--steps=4"],
+        "select": ["--steps=64"],
+        "prefill": ["--repeats=1"],
+    }
     contexts = [] if name == "profile" else ["--contexts=[200]"]
     job.told(bench.main, name, f"--model={job.model}", *contexts, *{**one, **few}[name])
