@@ -101,11 +101,11 @@ def register(settings: RegisterSettings) -> int:
     documents how much each kv head must keep, unless the checkpoint brings that (configs/fit_heads_demo.yaml), then
     measures in the cache, on other text, what it costs the language model: KL at several budgets, of which the
     smallest that meets the target is recommended; there KL on average, KL of the worst text, KL where the text is a
-    copy, top-1. Writes a bundle with all of it and registers it as the next version. The alias is set when its
-    recovery is at least that of the best heuristic, and in the cache it is nowhere worse than position, h2o, ema, or
-    the untrained closed form with head budgets of its own, and somewhere better than the heuristics; otherwise one
-    line says why not and the exit status is 3. Where only the closed form with its head budgets is better than the
-    trained network, it is registered and promoted instead.
+    copy, top-1. Writes a bundle with all of it and registers it as the next version. What is measured in the cache
+    decides: the alias is set when it is nowhere worse than position, h2o, ema, or the untrained closed form with head
+    budgets of its own, and somewhere better than the heuristics; otherwise one line says why not and the exit status
+    is 3. Where only the closed form with its head budgets is better than the trained network, it is registered and
+    promoted instead.
 
     Returns:
         The exit status: 0 promoted, 3 registered without the alias.
@@ -117,12 +117,10 @@ def register(settings: RegisterSettings) -> int:
     texts = held_out.read(trace_facts(traces))  # before anything is measured
     if predictor.budgets is None:
         predictor.budgets = head_budgets(predictor.net, settings.traces)
-    trained = measured_on_traces(predictor, settings.traces)
+    trained = Candidate(predictor, evaluate(predictor, settings.traces))
     print(format_table(trained.metrics.table()))
-    candidates = [trained]
-    if trained.promoted:
-        candidates += certify_candidate(trained, held_out.load(predictor, texts), settings)
-    return publish_candidates(candidates, settings, settings.name or name_of(model))
+    others = certify_candidate(trained, held_out.load(predictor, texts), settings)
+    return publish_candidates([trained, *others], settings, settings.name or name_of(model))
 
 
 @dataclass
@@ -134,16 +132,6 @@ class Candidate:
     certificate: dict[str, Any] | None = None
     promoted: bool = False
     reason: str = ""
-
-
-def measured_on_traces(predictor: Predictor, traces: str) -> Candidate:
-    """A predictor beside the heuristics on the validation documents: promoted if it is as good as the best."""
-    metrics = evaluate(predictor, traces)
-    table = metrics.table()
-    best, best_recovery = best_heuristic(table)
-    recovery = table["net"][GATE]
-    reason = f"recovery {recovery:.4f} at budget {GATE} against {best_recovery:.4f} of {best}, the best heuristic"
-    return Candidate(predictor, metrics, promoted=recovery >= best_recovery, reason=reason)
 
 
 def certify_candidate(trained: Candidate, measuring: Measuring, settings: RegisterSettings) -> list[Candidate]:

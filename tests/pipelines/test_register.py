@@ -210,6 +210,17 @@ def test_what_serves_the_cache_worse_is_not_promoted(
     assert champions == ({} if status == NOT_PROMOTED else {"champion": 2})  # at most the closed form instead
 
 
+def test_recovery_on_traces_does_not_decide(
+    registers: Registers, closed: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.register.best_heuristic", lambda table: ("a better one", 2.0))
+    registers(closed, "below", documents=1)
+    tags = _client(store).get_model_version("below", "1").tags
+    assert float(tags["recovery_at_0.25"]) < float(tags["best_heuristic_recovery_at_0.25"])
+    assert "cache_kl" in tags
+    assert "recovery" not in tags["verdict"]
+
+
 def test_the_closed_form_takes_the_place_of_a_network_that_it_beats(
     closed: Path, tiny_traces: Path, store: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
