@@ -122,7 +122,7 @@ def evaluate(settings: EvaluateSettings) -> int:
     settings = replace(settings, model=model_of(settings.model, predictors.values(), traces))
     lm, tokenizer = load_lm(str(settings.model), "float32")
     check_model(lm, predictors, settings)
-    texts = read_texts(settings, traces, tokenizer)
+    texts = read_texts(settings, traces, tokenizer, predictors)
     skipped = Skipped()
     plan = plan_methods(settings, lm, predictors, texts[0], skipped)
     measured, telemetry = measure_texts(lm, plan.methods, texts, settings, skipped)
@@ -150,10 +150,14 @@ def check_model(lm: Any, predictors: Mapping[str, Predictor], settings: Evaluate
         predictor.check(lm)
 
 
-def read_texts(settings: EvaluateSettings, traces: Traces | None, tokenizer: Any) -> list[HeldOut]:
-    """The texts that are named, or else the validation documents of the traces."""
-    source = None if settings.text else traces
-    return choose_texts(source, settings.text or [], settings.documents, settings.context, settings.steps, tokenizer)
+def read_texts(
+    settings: EvaluateSettings, traces: Traces | None, tokenizer: Any, predictors: Mapping[str, Predictor]
+) -> list[HeldOut]:
+    """The texts that are named, none of which a predictor was trained on, or the validation documents of the traces."""
+    source, trained = None if settings.text else traces, [each.manifest for each in predictors.values()]
+    return choose_texts(
+        source, settings.text or [], settings.documents, settings.context, settings.steps, tokenizer, trained
+    )
 
 
 @dataclass

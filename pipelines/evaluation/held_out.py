@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.chat import chat_renderer
+from data.leaks import refuse_trained_on
 from data.lm import encode
 from data.packing import Document
 from data.plan import CollectSettings, prepare
@@ -41,11 +42,13 @@ def choose_texts(
     context: int,
     steps: int,
     tokenizer: Any,
+    trained: Iterable[Mapping[str, Any]] = (),
 ) -> list[HeldOut]:
     """Validation documents of a trace collection, or texts from elsewhere; from named sources so many of each.
 
     Raises:
-        FadeError: too few or too short documents, or text that is not what the traces were collected from.
+        FadeError: too few or too short documents, text that is not what the traces were collected from, or text from
+            elsewhere that is in ``trained``, manifests of predictors (those of earlier releases do not say).
     """
     length = context + steps
     generated: list[HeldOut] = []
@@ -63,6 +66,9 @@ def choose_texts(
                 generated += _generated(name, kinds, documents, context, steps, tokenizer)
     else:
         found = _read(sources, documents, length, tokenizer)
+    for manifest in trained if traces is None else ():
+        if "passages" in manifest:
+            refuse_trained_on(found, manifest)
     return [_held_out(document, length, tokenizer) for document in found] + generated
 
 

@@ -18,6 +18,7 @@ from data.lm import load_tokenizer
 from data.trace import Traces
 from fade_runtime.policies.registry import POLICIES
 from pipelines import evaluate
+from pipelines.checkpoints import trace_facts
 from pipelines.evaluation import held_out
 from pipelines.evaluation.methods import METHODS, available_methods
 from pipelines.evaluation.runs import Method
@@ -250,6 +251,28 @@ def test_text_that_has_changed_is_noticed(tiny_traces: Path, tiny_model_dir: Pat
     traces.manifest["documents"][-1]["id"] = "prose/0123"
     with pytest.raises(FadeError, match="has changed since"):
         held_out.choose_texts(traces, [], 1, 90, 10, load_tokenizer(tiny_model_dir))
+
+
+def test_text_that_a_predictor_was_trained_on_is_refused(
+    run: Run, bundles: dict[str, Path], tiny_traces: Path, prose: Path, tmp_path: Path
+) -> None:
+    predictor = load_bundle(bundles["mlp"])
+    predictor.manifest |= trace_facts(Traces(tiny_traces))
+    trained = json.dumps({"mine": str(predictor.save(tmp_path / "trained"))})
+    copied = tmp_path / "copied.txt"
+    copied.write_text("\n\n".join(file.read_text() for file in sorted(prose.iterdir())))
+    asked = ("--predictors", trained, "--methods", "[safe]", "--documents", 1, "--speed", "false")
+    for text in (f"[{copied}]", json.dumps({"named": [str(copied)]})):
+        status, _, err = run(*asked, "--traces", "null", "--text", text)
+        assert status == 2
+        assert "copied.txt:0:0 was trained on: " in err
+    assert not (tmp_path / "out").exists()
+    assert run(*asked, "--traces", tiny_traces)[0] == 0  # validation documents of the traces are what they are
+    other = tmp_path / "other.txt"
+    other.write_text(
+        "\n\n".join(f"{n} words that are nowhere else, of which there are {n * n} at least" for n in range(90))
+    )
+    assert run(*asked, "--traces", "null", "--text", f"[{other}]")[0] == 0
 
 
 def test_every_policy_of_the_runtime_is_on_the_menu() -> None:
