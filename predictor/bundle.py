@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from predictor import scores
 from predictor.budgets import HeadBudgets
+from predictor.cache_layers import in_words
 from predictor.card import model_card
 from predictor.certificate import refuse_damaged
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
 from predictor.nets import LOG_EMA, ScoreNet, build_net, tensors_of
+from predictor.offsets import offsets_from_dict, offsets_to_dict
 from predictor.provenance import check_provenance, model_provenance
 from predictor.scorenet import OPTIONAL_TENSORS
 from predictor.sealed import Header, Sealed
@@ -48,7 +50,12 @@ class Predictor(nn.Module):
         manifest: facts about the traces it was trained on.
         budgets: how much each kv head must keep, or None.
         certificate: what was measured in the cache, or None.
+        offsets: [L, H] float32, added to the log importance of a kv head's tokens before those of all heads compete
+            under one threshold; None where scores of different heads were not made comparable.
+        layers: indices in the model of the L layers that budgets and offsets are for; none where it has neither.
     """
+
+    offsets: Tensor | None
 
     def __init__(
         self,
@@ -60,9 +67,18 @@ class Predictor(nn.Module):
         name: str = "predictor",
         budgets: HeadBudgets | None = None,
         certificate: Mapping[str, Any] | None = None,
+        offsets: Tensor | None = None,
+        layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.budgets = budgets
+        self.layers = tuple(layers) if budgets is None else budgets.layers
+        self.register_buffer("offsets", offsets)
+        if offsets is not None and (len(offsets) != len(self.layers) or self.layers != tuple(layers)):
+            raise FadeError(
+                f"{name} has offsets of {len(offsets)} layers, {in_words(layers)}, and head budgets for "
+                f"{in_words(self.layers)}; make both for the same layers"
+            )
         self.certificate = None if certificate is None else dict(certificate)
         self.net, self.spec, self.name = net, spec, name
         self.provenance, self.manifest = dict(provenance), dict(manifest or {})
@@ -77,6 +93,21 @@ class Predictor(nn.Module):
     def forecast(self, features: PrefillFeatures) -> Tensor:
         """Forecast the attention of each token, [H, S]: in the order of the network, as large as the moving average."""
         return scores.match_quantiles(self.log_importance(features).float(), features.tokens[..., LOG_EMA].exp())
+
+    def comparable_importance(self, features: PrefillFeatures) -> Tensor:
+        """Forecast as :meth:`log_importance`, with the offsets of the heads, [H, S]: tokens of all heads compete.
+
+        Raises:
+            FadeError: scores of different heads were not made comparable, or not those of this layer.
+        """
+        if self.offsets is None or features.heads is None:
+            raise FadeError(f"predictor {self.name} has no head offsets; train it with predictor.distil_module")
+        layer = int(features.heads[0, 0])
+        if layer not in self.layers:
+            raise FadeError(
+                f"predictor {self.name} has head offsets for {in_words(self.layers)}, not for layer {layer}"
+            )
+        return self.log_importance(features).float() + self.offsets[self.layers.index(layer)][:, None]
 
     def check(self, model: Any, strict: bool = True) -> None:
         """Hold the predictor to the language model it was trained on.
@@ -123,6 +154,8 @@ class Predictor(nn.Module):
             "budgets": None if self.budgets is None else self.budgets.to_dict(),
             "certificate": self.certificate if certificate is None else dict(certificate),
         }
+        if self.offsets is not None:  # named only then, so that other bundles are the same bytes as before
+            facts["offsets"] = offsets_to_dict(self.offsets, self.layers)
         card = model_card(facts, sum(p.numel() for p in self.net.parameters()))
         return BUNDLE.write(Path(path), facts, self.net.state_dict(), {CARD: card})
 
@@ -154,7 +187,10 @@ def load_bundle(path: str | Path, name: str | None = None) -> Predictor:
     if budgets is not None:
         budgets.refuse_beyond(f"bundle {name}", provenance.get("layers"), provenance.get("kv_heads"))
     refuse_damaged(certificate, f"bundle {name}")
-    predictor = Predictor(net, spec, provenance, facts["metrics"], facts["manifest"], name, budgets, certificate)
+    stored = facts.get("offsets")
+    offsets, layers = (None, ()) if stored is None else offsets_from_dict(stored, f"bundle {name}", provenance)
+    kept = facts["metrics"], facts["manifest"], name, budgets, certificate, offsets, layers
+    predictor = Predictor(net, spec, provenance, *kept)
     return predictor.eval().requires_grad_(False)
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from predictor.budgets import HeadBudgets
 from predictor.bundle import CARD, FACTS, WEIGHTS, Predictor, load_bundle
 from predictor.errors import FadeError
-from predictor.features import FeatureSpec
+from predictor.features import FeatureSpec, prefill_features
 from predictor.files import sha256_file
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import first_values_fingerprint, model_provenance
@@ -75,6 +77,29 @@ def test_saving_the_loaded_bundle_gives_the_same_bytes(whole, tmp_path):
     ).save(tmp_path / "again")
     for file in sorted(whole.iterdir()):
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_head_offsets_come_back_to_the_last_bit_and_are_added_to_their_own_layer(tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    offsets, net = torch.randn(2, 3, generator=generator), TokenMLP(hidden=5)
+    torch.nn.init.normal_(net.head.weight)
+    provenance = {"layers": 8, "kv_heads": 3}
+    budgets = HeadBudgets(torch.zeros(2, 3, 2), fractions=(0.0, 1.0), layers=(2, 5))
+    Predictor(net, FeatureSpec(), provenance, budgets=budgets, offsets=offsets, layers=(2, 5)).save(tmp_path / "b")
+    loaded = load_bundle(tmp_path / "b")
+    assert loaded.offsets is not None
+    assert torch.equal(loaded.offsets, offsets)
+    assert loaded.layers == (2, 5)
+    query, key, value = (torch.randn(heads, 40, 8, generator=generator) for heads in (6, 3, 3))
+    of = partial(prefill_features, query, key, value, scaling=0.3, table=None, spec=loaded.spec)
+    expected = loaded.log_importance(of(layer=5)) + offsets[1][:, None]
+    assert torch.equal(loaded.comparable_importance(of(layer=5)), expected)
+    with pytest.raises(FadeError, match="offsets for layers 2, 5, not for layer 4"):
+        loaded.comparable_importance(of(layer=4))
+    with pytest.raises(FadeError, match="has no head offsets"):
+        Predictor(net, FeatureSpec(), provenance).comparable_importance(of(layer=5))
+    with pytest.raises(FadeError, match="layers 2, 6, and head budgets for layers 2, 5"):
+        Predictor(net, FeatureSpec(), provenance, budgets=budgets, offsets=offsets, layers=(2, 6))
 
 
 def test_card_is_for_people(whole):
@@ -289,6 +314,15 @@ def test_a_config_that_asks_for_gigabytes_costs_none(copy):
         ({"budgets": {"lost": [[[1, 0]] * 3] * 2, "shares": [0, 1], "layers": None}}, "head budgets is damaged"),
         ({"budgets": {"lost": [[[1, -1]] * 3] * 2, "shares": [0, 1]}}, "table of head budgets is damaged"),
         ({"budgets": {"lost": [[[1, 0]] * 3] * 2, "shares": [0, 0.9]}}, "table of head budgets is damaged"),
+        ({"offsets": {"offsets": [[0, 1, 2]] * 3, "layers": [0, 1, 2]}}, "head offsets for layers 0 to 2 .3 kv heads."),
+        (
+            {"offsets": {"offsets": [[0, 1]], "layers": [1]}},
+            "head offsets for layer 1 .2 kv heads., and its model has 2",
+        ),
+        ({"offsets": {"offsets": [[0, 1, 2]], "layers": [0, 1]}}, "the head offsets of .* are damaged"),
+        ({"offsets": {"offsets": [[0, 1, 1e99]], "layers": [0]}}, "the head offsets of .* are damaged"),
+        ({"offsets": {"offsets": [[0, 1, 2]] * 2, "layers": [1, 1]}}, "the head offsets of .* are damaged"),
+        ({"offsets": [[0, 1, 2]]}, "the head offsets of .* are damaged"),
         ({"certificate": {"ladder": {"rungs": [{"int4_budget": 7, "compression": 3, "kl": [1]}]}}}, "certificate of"),
         ({"certificate": [1]}, "certificate of"),
     ],
