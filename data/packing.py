@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from data.corpus import Text
+from data.generated import GENERATED, Generated
+from data.lm import encode
 from data.sources import passages
 from predictor.errors import FadeError
 
@@ -28,6 +31,7 @@ class Document:
         origins: files, topics or records it was put together from; no train origin is a validation origin.
         chat: the text is made of chats in the model's template, or in lines of roles.
         keys: hashes of its passages, by which text is known again wherever it comes from.
+        generated: what makes it at any length, whose end asks for what came before; None: it was found.
     """
 
     id: str
@@ -37,6 +41,16 @@ class Document:
     origins: tuple[str, ...]
     chat: bool = False
     keys: tuple[bytes, ...] = ()
+    generated: Generated | None = None
+
+    def ids(self, tokenizer: Any, prompt: int, steps: int) -> list[int]:
+        """The first ``prompt + steps`` token ids, fewer where the text is shorter.
+
+        Of generated text the first ``prompt`` end with a question, and ``steps`` answer it.
+        """
+        if self.generated is not None:
+            return self.generated.ids(tokenizer, prompt, steps)
+        return encode(tokenizer, self.text)[: prompt + steps]
 
 
 @dataclass
@@ -133,6 +147,33 @@ class Packer:
                 f"text {text.origin} is also in validation_text ({self._reading.held_out[key]}), which is held out "
                 "from training; take it out of one of them"
             )
+
+
+class Generator:
+    """Gives documents of generated text: validation has templates that training never sees.
+
+    Args:
+        kind: a key of :data:`data.generated.KINDS`. reading: length and measure. seed: of all documents.
+    """
+
+    def __init__(self, kind: str, reading: Reading, seed: int):
+        self._kind, self._reading, self._seed = kind, reading, seed
+        self._drawn = 0
+
+    def leave_origins(self) -> None:
+        """Nothing: no two documents have an origin in common."""
+
+    def draw(self, split: str) -> Document:
+        """Make the next document, of which there is always one."""
+        self._drawn += 1
+        generated = Generated(self._kind, f"{self._seed} {self._drawn}", held_out=split == "validation")
+        parts = generated.parts(self._reading.length, self._reading.measure)
+        content = "".join(parts)
+        source = f"{GENERATED}{self._kind}"
+        name = f"{source}/{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        keys = tuple(key for part in parts if (key := passage_key(part)) is not None)
+        origin = f"{source}/{split}/{self._drawn}"
+        return Document(name, source, split, content, (origin,), keys=keys, generated=generated)
 
 
 def passage_key(passage: str) -> bytes | None:

@@ -27,7 +27,8 @@ class CollectSettings:
     Args:
         text: sources, a list (in turn) or a mapping source -> weight: "builtin" or "builtin:FAMILY", files of text or
             code, FILE.jsonl or FILE.parquet (text or chat messages; FILE.jsonl:FIELD+FIELD for others), folders of
-            them, or "hf:NAME[:CONFIG[:SPLIT[:FIELD]]]".
+            them, "hf:NAME[:CONFIG[:SPLIT[:FIELD]]]", or "generated:KIND", text whose end asks for what came before:
+            copies, key-value, lines, needles, multi-key or chat-facts.
         validation_text: sources of the validation documents, held out from training; by default those of text.
         model: directory, GGUF file or hub id of the language model that is watched; by default the demo's.
         out: folder of the collection.
@@ -154,23 +155,25 @@ def prepare(settings: CollectSettings, tokenizer: Any) -> list[Task]:
         for index, document in enumerate(part):
             drawn = random.Random(f"{settings.seed} {document.id}")
             prompt = drawn.randint(settings.min_prompt, settings.max_prompt)
-            ids = _read(tokenizer, document, prompt + follows, frame)
+            ids = _read(tokenizer, document, prompt, follows, frame)
             name = f"shard-{shard + index * count // len(part):05d}.parquet"
             tasks.append(Task(document, name, torch.tensor(ids), prompt, settings.future))
         shard += count
     return tasks
 
 
-def _read(tokenizer: Any, document: Document, length: int, frame: tuple[list[int], list[int]]) -> list[int]:
-    """The first ``length`` ids of a document; unless it is made of chats, ``frame`` goes around them."""
-    before, after = ([], []) if document.chat else frame
+def _read(
+    tokenizer: Any, document: Document, prompt: int, follows: int, frame: tuple[list[int], list[int]]
+) -> list[int]:
+    """``prompt + follows`` ids of a document; ``frame`` goes around what is neither made of chats nor generated."""
+    before, after = ([], []) if document.chat or document.generated else frame
+    length = prompt + follows
     if length <= len(before) + len(after):
         raise FadeError(
             f"a prompt of {length} tokens has no room for the {len(before) + len(after)} of the chat template; "
             "raise min_prompt"
         )
-    ids = encode(tokenizer, document.text)
-    return [*before, *ids[: length - len(before) - len(after)], *after]
+    return [*before, *document.ids(tokenizer, prompt - len(before) - len(after), follows), *after]
 
 
 def _sources(sources: dict[str, float] | list[str] | str) -> dict[str, float] | list[str]:

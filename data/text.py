@@ -9,7 +9,8 @@ from fractions import Fraction
 from itertools import chain
 
 from data.chat import Render, role_lines
-from data.packing import Document, Packer, Reading
+from data.generated import GENERATED, kind_of
+from data.packing import Document, Generator, Packer, Reading
 from data.sources import open_source
 from predictor.errors import FadeError
 
@@ -43,7 +44,9 @@ def load_documents(
               (``messages``); ``FILE.jsonl:FIELD+FIELD`` for other fields;
             - a folder of such files;
             - ``"hf:NAME"``, ``"hf:NAME:CONFIG"``, ``"hf:NAME:CONFIG:SPLIT"``, ``"hf:NAME:CONFIG:SPLIT:FIELD+FIELD"``:
-              a dataset of the Hugging Face hub, or a dataset folder on disk.
+              a dataset of the Hugging Face hub, or a dataset folder on disk;
+            - ``"generated:KIND"``: text whose end asks for what came before (:mod:`data.generated`); its validation
+              documents have templates that training never sees.
         train: number of train documents. validation: number of validation documents.
         length: least length of a document, in units of ``measure``.
         measure: length of a text, such as the number of its tokens; characters by default.
@@ -112,10 +115,13 @@ class _Mix:
             if not 0 < weight < float("inf"):
                 raise FadeError(f"{self.name} {source} has weight {weight}; give a number above 0, or leave it out")
         self.weights = {source: Fraction(weight).limit_denominator(10**6) for source, weight in weights.items()}
-        self.packers = {
-            source: [Packer(family, read, held_out) for family in open_source(source, seed, render)]
-            for source in weights
-        }
+
+        def packers(source: str) -> list[Packer | Generator]:
+            if source.startswith(GENERATED):
+                return [Generator(kind_of(source), read, seed)]
+            return [Packer(family, read, held_out) for family in open_source(source, seed, render)]
+
+        self.packers = {source: packers(source) for source in weights}
 
     def draw(self, split: str, wanted: int) -> list[Document]:
         """Draw documents, fewer than wanted when the text is used up, from origins that no other split has."""

@@ -63,8 +63,8 @@ class EvaluateSettings:
         traces: collection whose validation documents are read, and whose attention is drawn.
         text: files or folders to read instead of the traces' validation documents; or, by name of the source,
             text files, code, folders, FILE.jsonl (chats too) or FILE.jsonl:FIELD+FIELD, as in
-            `{prose: [books], maths: ["gsm8k.jsonl:question+answer"], chat: [dialogues.jsonl]}`; also generated:lines,
-            generated:key-value and generated:needles, records of which parts come again at the end.
+            `{prose: [books], maths: ["gsm8k.jsonl:question+answer"], chat: [dialogues.jsonl]}`; also
+            generated:lines, key-value, needles, multi-key, chat-facts and copies, whose end asks for what came before.
         ratios: sizes for configurations with an option to fit, as many times smaller than the full cache, in bytes
             measured on the first text. Other projects' caches get no fewer bytes than that, ours no more, and no more
             than another cache of about that size.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.chat import chat_renderer
+from data.generated import GENERATED
 from data.leaks import refuse_trained_on
 from data.lm import encode
 from data.packing import Document
@@ -22,8 +23,6 @@ from pipelines.evaluation.tasks import PROSE
 from pipelines.evaluation.tasks.recall import recalled
 from pipelines.evaluation.tasks.task import PromptBuilder
 from predictor.errors import FadeError
-
-GENERATED = "generated:"  # texts of :mod:`pipelines.evaluation.tasks.recall`
 
 
 @dataclass
@@ -69,16 +68,16 @@ def choose_texts(
     for manifest in trained if traces is None else ():
         if "passages" in manifest:
             refuse_trained_on(found, manifest)
-    return [_held_out(document, length, tokenizer) for document in found] + generated
+    return [_held_out(document, context, steps, tokenizer) for document in found] + generated
 
 
-def _held_out(document: Document, length: int, tokenizer: Any) -> HeldOut:
+def _held_out(document: Document, context: int, steps: int, tokenizer: Any) -> HeldOut:
     """The first tokens of a document.
 
     Raises:
         FadeError: it has fewer.
     """
-    tokens = torch.tensor(encode(tokenizer, document.text)[:length])[None]  # [1, S]
+    tokens, length = torch.tensor(document.ids(tokenizer, context, steps))[None], context + steps  # [1, S]
     if tokens.shape[1] < length:
         raise FadeError(
             f"document {document.id} has {tokens.shape[1]} tokens, context + steps is {length}; lower context or steps"

@@ -5,25 +5,15 @@ All are generated: a seed and a length in the model's own tokens make them.
 
 from __future__ import annotations
 
-import functools
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from data.corpus import builtin_families
+from data.generated import KEY_VALUE, LINES
+from data.words import draw_keys, draw_record, draw_value
 from pipelines.evaluation.tasks.scores import contains
 from pipelines.evaluation.tasks.task import Example, Output, Prompt, PromptBuilder, Turn
 
-ADJECTIVES = (
-    "amber brave calm dusty eager faint gentle hollow icy jolly keen lively mellow narrow olive proud quiet rapid "
-    "silent tidy upper vivid wooden young zesty bitter clever distant early frozen golden humble"
-)
-NOUNS = (
-    "anchor basket canyon dagger engine falcon garden hammer island jacket kettle lantern magnet needle orchard "
-    "pepper quarry ribbon saddle temple urchin valley window yogurt zipper beacon candle donkey ember fossil glacier "
-    "harbor"
-)
 TOPICS = (
     "keeping bees; the price of coffee; old railway bridges; how glaciers move; learning the violin; desert plants; "
     "the history of paper; training for a marathon; repairing bicycles; migrating birds; baking rye bread; "
@@ -78,14 +68,14 @@ class Lookup:
 
 
 lines = Lookup(
-    head="Below is a record of lines. Each has a name and a number. Remember them.\n\n",
-    row="line {key}: REGISTER_CONTENT is <{value}>\n",
+    head=LINES[0].head,
+    row=LINES[0].row,
     question="\nThe record is over. What is the REGISTER_CONTENT in line {key}?",
     opening="line {key}: REGISTER_CONTENT is <",
 )
 key_value = Lookup(
-    head="Here is a JSON object.\n\n{\n",
-    row='"{key}": "{value}",\n',
+    head=KEY_VALUE[0].head,
+    row=KEY_VALUE[0].row,
     tail="}\n",
     question='\nWhat is the value of the key "{key}" in this JSON object?',
     opening='"{key}": "',
@@ -154,27 +144,3 @@ def _topics(builder: PromptBuilder, run: list[str], names: list[str]) -> Example
 def _depths(n: int) -> list[float]:
     """From 0 to 1 in ``n`` even steps; one example has its needle in the middle."""
     return [round(i / (n - 1), 3) for i in range(n)] if n > 1 else [0.5]
-
-
-def draw_record(rng: random.Random) -> list[tuple[str, str]]:
-    """Keys of two words and their values; no word is in two keys."""
-    words = rng.sample(_words(), len(_words()))
-    return [(f"{one}-{other}", draw_value(rng)) for one, other in zip(words[::2], words[1::2])]
-
-
-def draw_keys(rng: random.Random) -> list[str]:
-    """All pairs of words, in an order of their own."""
-    pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
-    return rng.sample(pairs, len(pairs))
-
-
-@functools.cache
-def _words() -> list[str]:
-    """Words of the text that comes with Python, each once: rows whose keys share words would be another task."""
-    text = " ".join(text.text for family in builtin_families(0, "topics") for text in family)
-    return sorted(set(re.findall(r"\b[a-z]{5,9}\b", text)))
-
-
-def draw_value(rng: random.Random) -> str:
-    """A number of five digits."""
-    return str(rng.randint(10_000, 99_999))
