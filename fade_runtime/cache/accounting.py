@@ -65,6 +65,7 @@ def memory_report(cache: CacheParts, as_16_bit: bool = False) -> dict[str, Any]:
     rows = {id(layer.store.sequences): layer.store.sequences for layer in cache.own if layer.store is not None}
     rows |= {id(held.sequences): held.sequences for layer in cache.own for held in layer.held.calls}
     tiers[OTHER] += stored_bytes(*(tensor for each in rows.values() for tensor in each.tensors().values()))
+    tiers[OTHER] += stored_bytes(*(cache.allocation.tensors() if cache.allocation is not None else []))
     tiers["text"] = stored_bytes(*(cache.text.tensors() if cache.text is not None else []))
     tiers["codebook"] = stored_bytes(*(cache.codebook.tensors() if cache.codebook is not None else []))
     resident, in_full = sum(tiers.values()), in_full + stock_full

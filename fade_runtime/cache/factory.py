@@ -22,6 +22,7 @@ from fade_runtime.cache.tiered_cache import TieredCache
 from fade_runtime.config import FadeConfig, MemoryController, target_bytes
 from fade_runtime.guard import Guard
 from fade_runtime.layer import LayerSetup, TieredLayer
+from fade_runtime.layer.allocation import GlobalAllocation
 from fade_runtime.layer.sequences import Shared
 from fade_runtime.policies import POLICIES, Policy
 from fade_runtime.policies.text import SeenText, find_tokenizer, table_for
@@ -72,7 +73,10 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any]
     takers = [index for index, layer in enumerate(stock) if isinstance(layer, CacheLayerMixin)]
     shared = Shared(max(takers))
     spill = None if guard is None else guard.spill
-    setup = LayerSetup(config, policy, weakref.ref(text), rotary, text=seen, memory=memory, spill=spill)
+    allocation = GlobalAllocation() if config.allocation == "global" and config.ranks else None
+    setup = LayerSetup(
+        config, policy, weakref.ref(text), rotary, text=seen, memory=memory, allocation=allocation, spill=spill
+    )
     _say_what_stays(text.model_type, stock, config)
     layers: list[Any] = []
     for index, layer in enumerate(stock):
@@ -83,9 +87,8 @@ def create_tiered_cache(model: nn.Module, config: FadeConfig | Mapping[str, Any]
         elif window is not None:
             layer = TieredLayer(own.sliding(window), None if guard is None else guard.bystander(), shared)
         layers.append(layer)
-    return TieredCache(
-        layers, config, policy, model, hold_model, holds, codebook=codebook, text=seen, memory=memory, guard=guard
-    )
+    parts: Any = dict(codebook=codebook, text=seen, memory=memory, allocation=allocation, guard=guard)
+    return TieredCache(layers, config, policy, model, hold_model, holds, **parts)
 
 
 def load_session(model: nn.Module, path: str | Path, config: FadeConfig | None = None, **options: Any) -> TieredCache:

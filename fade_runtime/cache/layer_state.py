@@ -148,7 +148,7 @@ def _tiered(
     store.full = FullTokens(**parts["full"])
     store.packed = replace(store.packed, **parts["packed"])
     store.pq = None if store.pq is None else replace(store.pq, **parts["pq"])
-    store.profiles = held.get("policies")
+    store.profiles, store.extra, store.comparisons = map(held.get, ("policies", "extra", "comparisons"))
     for name in STORE:
         setattr(store, name, stored[name])
     store.oldest = stored.get("oldest", 0)  # younger than the format

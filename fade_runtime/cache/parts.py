@@ -12,6 +12,7 @@ from fade_runtime.cache.shadow import Shadow
 from fade_runtime.config import FadeConfig, MemoryController
 from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
+from fade_runtime.layer.allocation import GlobalAllocation
 from fade_runtime.layer.sequences import Shared
 from fade_runtime.policies import Policy
 from fade_runtime.policies.text import SeenText
@@ -27,6 +28,7 @@ class CacheParts:
         config: its options. policy: whose scores decide.
         codebook: for product quantisation, or None.
         text: what it knows of the words, or None. memory: gives the budget of a target in bytes, or None.
+        allocation: shares one budget out over the layers, or None.
         guard: watches the layers, or None. shadow: compares with full precision now and then, or None.
         shared: what its layers compute once together.
     """
@@ -37,6 +39,7 @@ class CacheParts:
     codebook: CodebookSet | None
     text: SeenText | None
     memory: MemoryController | None
+    allocation: GlobalAllocation | None
     guard: Guard | None
     shadow: Shadow | None
     shared: Shared

@@ -212,6 +212,8 @@ def load_cache_state_dict(cache: CacheParts, state: Mapping[str, Any], what: str
         cache.text.ids = ids
     if cache.memory is not None:
         vars(cache.memory).update(vars(memory))
+    if cache.allocation is not None:
+        cache.allocation.reset()
     if cache.guard is not None:
         vars(cache.guard).update(vars(guard))
         cache.guard.watches = [layer.hooks for layer in cache.tiered if isinstance(layer.hooks, Watch)]

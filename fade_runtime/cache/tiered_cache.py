@@ -22,6 +22,7 @@ from fade_runtime.cache.sizes import layer_sizes
 from fade_runtime.config import FadeConfig, LayerSize, MemoryController
 from fade_runtime.guard import Guard
 from fade_runtime.layer import TieredLayer
+from fade_runtime.layer.allocation import GlobalAllocation
 from fade_runtime.layer.sequences import Shared
 from fade_runtime.policies import Policy
 from fade_runtime.policies.text import SeenText
@@ -48,12 +49,13 @@ class TieredCache(Cache, CacheParts):
         codebook: CodebookSet | None = None,
         text: SeenText | None = None,
         memory: MemoryController | None = None,
+        allocation: GlobalAllocation | None = None,
         guard: Guard | None = None,
     ) -> None:
         """See :class:`CacheParts`; ``hold_model`` changes the model for the cache again, as ``holds`` say it is now."""
         super().__init__(layers=layers)
         self.config, self.policy, self.codebook, self.text = config, policy, codebook, text
-        self.memory, self.guard = memory, guard
+        self.memory, self.allocation, self.guard = memory, allocation, guard
         self._model, self._hold_model = weakref.ref(model), hold_model
         self._holds = holds  # on what is changed in the model, which goes with the last cache that holds it
         self.shadow = None if config.shadow_every is None else Shadow(config.shadow_every)
@@ -69,11 +71,13 @@ class TieredCache(Cache, CacheParts):
         return copied
 
     def _bind(self) -> None:
-        """Let guard and memory target know how large the cache is, without keeping the cache alive."""
+        """Let guard, memory target and allocation know the layers, without keeping the cache alive."""
         if self.guard is not None:
             self.guard.resident = partial(_resident_fraction, weakref.ref(self))
         if self.memory is not None:
             self.memory.sizes = partial(_sizes, weakref.ref(self))
+        if self.allocation is not None:
+            self.allocation.layers = partial(_tiered, weakref.ref(self))
 
     def attach(self) -> None:
         """Change the model for this cache again, after :meth:`detach` or after somebody else changed its attention."""
@@ -164,7 +168,7 @@ class TieredCache(Cache, CacheParts):
         self._changing = True
         super().reset()
         self._changing = False
-        for each in (self.shared, self.text, self.memory, self.guard, self.shadow):
+        for each in (self.shared, self.text, self.memory, self.allocation, self.guard, self.shadow):
             if each is not None:
                 each.reset()
 
@@ -283,6 +287,12 @@ def _sizes(which: Callable[[], TieredCache | None]) -> list[LayerSize]:
     """What the layers of a cache take; nothing if the cache is gone."""
     cache = which()
     return [] if cache is None else layer_sizes(cache)
+
+
+def _tiered(which: Callable[[], TieredCache | None]) -> list[TieredLayer]:
+    """The layers of a cache whose tokens are chosen; none if the cache is gone."""
+    cache = which()
+    return [] if cache is None else cache.tiered
 
 
 def _taken_back(layer: Any, before: int) -> bool:

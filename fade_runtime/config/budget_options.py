@@ -10,6 +10,7 @@ from fade_runtime.config.validation import check_budget, check_choice, check_fra
 from predictor.errors import FadeError
 
 TOP_K = "topk"
+ALLOCATIONS = ("heads", "global")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class BudgetOptions:
             rises in steps from 4x to 16x as tokens come.
         tau, low_tau: shares of a kv head's score, in (0, 1]: the high tier takes no more of the best tokens than hold
             ``tau`` of it, both tiers together no more than hold ``low_tau``. 1: the budgets alone decide.
+        allocation: who shares a budget. "heads": each kv head has its own part of it, learned or alike, whatever the
+            text. "global": all kv heads and layers of a sequence compete for the same total, so that it goes where the
+            prompt at hand needs it, and again at each reassignment; a predictor needs head offsets for it.
         reassign_every: tokens that gather beyond the window before they move into the body, while decoding.
         chunked_prefill: the prompt comes in several calls: compress when the first single token comes, so that chunks
             give exactly what one call gives. False: compress after each call of ``reassign_every`` tokens or more.
@@ -45,6 +49,7 @@ class BudgetOptions:
     memory: int | float | str | None = None
     tau: float | None = None
     low_tau: float | None = None
+    allocation: str = "heads"
     reassign_every: int = 64
     chunked_prefill: bool = False
     phase: str | None = None
@@ -56,6 +61,7 @@ class BudgetOptions:
             FadeError: names the option, its value and the remedy.
         """
         check_whole("reassign_every", self.reassign_every, 1)
+        check_choice("allocation", self.allocation, ALLOCATIONS)
         check_choice("phase", self.phase, (None, "1a", "1b", "2"))
         check_budget("int4_budget", self.int4_budget, TOP_K)
         check_budget("low_budget", self.low_budget)

@@ -83,6 +83,7 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
                 )
             if min(self.shares) < 1:
                 raise FadeError("tau and low_tau share out scores by head, as fastgen does itself; leave them at None")
+        self._check_allocation()
         if self.assistant is not None and (self.eviction_policy == "position" or not self.ranks):
             raise FadeError(
                 "assistant has a part in scores, and none decides here; set int4_budget, and not policy 'position'"
@@ -91,6 +92,22 @@ class FadeConfig(GuardOptions, ScoreOptions, BudgetOptions, StorageOptions):
             raise FadeError(
                 f"on_rollback 'redecode' drops up to 2 x monitor_every {self.monitor_every} tokens, which must be in "
                 f"the recent_window {self.recent_window}; lower monitor_every to {self.recent_window // 2} or less"
+            )
+
+    def _check_allocation(self) -> None:
+        """Whether scores of different heads can compete."""
+        if self.allocation == "heads":
+            return
+        if self.eviction_policy in ("position", "fastgen"):
+            raise FadeError(
+                f"allocation {self.allocation!r} compares scores of all heads, and eviction_policy "
+                f"{self.eviction_policy!r} decides in each by itself; use 'learned', 'h2o' or 'ema', or "
+                "allocation='heads'"
+            )
+        if min(self.shares) < 1:
+            raise FadeError(
+                f"allocation {self.allocation!r} shares one budget out, and tau and low_tau (eviction_policy "
+                "'adaptive' sets them) bound each head by itself; leave them out, or use allocation='heads'"
             )
 
     def _check_tiers(self) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fade_runtime.config import FadeConfig, MemoryController
+from fade_runtime.layer.allocation import Contenders, GlobalAllocation
 from fade_runtime.layer.attention import AttentionCall
-from fade_runtime.layer.movement import move
-from fade_runtime.layer.planner import plan
+from fade_runtime.layer.movement import candidates, demote, move
+from fade_runtime.layer.planner import contenders, plan, row_budgets
 from fade_runtime.layer.positions import Positions, dense
 from fade_runtime.layer.sequences import Shared
 from fade_runtime.layer.setup import LayerSetup
@@ -22,6 +23,7 @@ from fade_runtime.layer.stored_layer import StoredLayer
 from fade_runtime.policies import Policy
 from fade_runtime.policies.text import SeenText
 from fade_runtime.storage.heap import trim_heap
+from fade_runtime.storage.tiers import Budgets, plan_tiers
 from predictor.errors import FadeError
 
 # called with a layer and the milliseconds its compression took
@@ -93,6 +95,8 @@ class CompressedLayer(StoredLayer):
             keeps_stats=setup.keeps_stats,
             codebook=setup.codebook,
             profiled=setup.policy.reads_text,
+            shares=setup.allocation is not None,
+            compares=setup.allocation is not None and setup.policy.compares,
             spill=setup.spill,
             window=setup.window,
         )
@@ -111,18 +115,36 @@ class CompressedLayer(StoredLayer):
         prompts = torch.tensor(self.prompts, device=slots.device)
         return self.policy.score(stats, slots, store.sequences.lengths[row], prompts[row])
 
-    def _plan(self, tokens: BodyTokens) -> tuple[Tensor, Tensor | None]:
+    def _ranked(self, tokens: BodyTokens) -> Tensor:
+        """Scores [T] of body tokens."""
+        stats = tokens.slots.float() if tokens.attention_stats is None else tokens.attention_stats
+        return self.scores(stats, tokens.rows, tokens.slots)
+
+    def _plan(self, tokens: BodyTokens, reads: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Tiers [T] as policy and budgets want them; scores [T] that decided, or None."""
-        scores = None
-        if self.setup.ranks:
-            stats = tokens.slots.float() if tokens.attention_stats is None else tokens.attention_stats
-            scores = self.scores(stats, tokens.rows, tokens.slots)
-        return plan(self.setup, self.tokens, tokens, scores)
+        scores = self._ranked(tokens) if self.setup.ranks else None
+        return plan(self.setup, self.tokens, tokens, scores, reads)
 
     def virtual_plan(self) -> tuple[BodyTokens, Tensor]:
         """The body tokens, and the tiers [T] that the policy alone would give them now."""
         tokens = self.tokens.body_tokens()
         return tokens, self._plan(tokens)[0]
+
+    def next_contenders(self) -> Contenders:
+        """Body tokens for :class:`GlobalAllocation` as they will be when tokens move again."""
+        store, config = self.tokens, self.config
+        lengths = store.sequences.lengths + config.reassign_every
+        tokens = candidates(store, lengths)
+        fraction = None if self.memory is None else self.memory.share(store.sequences.lengths)
+        budgets = row_budgets(config, self.policy, self.index, lengths, store.heads, fraction=fraction)
+        return contenders(self.setup, store, tokens, self._ranked(tokens), lengths, budgets)
+
+    def expect(self, given: Budgets, own: Budgets, due: Tensor) -> None:
+        """Take in what each due row will be given when tokens move again, and what it would have by itself: [R]."""
+        extra = torch.stack((given.high - own.high, given.low - own.low), dim=1).int()
+        store = self.tokens
+        assert store.extra is not None
+        store.extra = torch.where(due[:, None, None], extra.view(store.batch, store.heads, 2), store.extra)
 
     # -- tiers ---------------------------------------------------------------------------------------------------
 
@@ -139,37 +161,59 @@ class CompressedLayer(StoredLayer):
         soonest = min(store.moved) + self.config.recent_window + every
         if sequences.real is None and new < every and new < sequences.seen < soonest:
             return  # in most steps: nothing has waited long enough
-        due = [
-            store.waiting(row) >= (1 if gained and (gained == count or gained >= every) else every)
-            for row, (gained, count) in enumerate(zip(sequences.gained, sequences.counts))
+        reads = [
+            0 < gained and (gained == count or gained >= every)
+            for gained, count in zip(sequences.gained, sequences.counts)
         ]
+        due = [store.waiting(row) >= (1 if prompt else every) for row, prompt in enumerate(reads)]
         if any(due):
-            self.compress(due, new)
+            self.compress(due, new, [prompt and moves for prompt, moves in zip(reads, due)])
 
-    def compress(self, due: list[bool] | None = None, new: int = 0) -> None:
+    def compress(self, due: list[bool] | None = None, new: int = 0, reads: list[bool] | None = None) -> None:
         """Move what has left the window into the body, within the budgets; evict the rest.
 
         Args:
             due: rows of the batch that take part; all by default. new: columns of the call that it ends.
+            reads: rows of which it ends a prompt; none by default.
         """
         store, started, whole = self.tokens, time.perf_counter(), self.whole
         if store.sequences.seen < store.seen:  # nobody attended to the newest
             self.take_in(None, None)
         self.final, self.whole = self.seen, False
         rows = torch.tensor([True] * store.batch if due is None else due, device=self.device)
-        move(store, rows, functools.partial(self.reviewed_plan, rows, new))
-        if self.memory is not None:
-            self.memory.note(self.index, *store.body_size())
+        prompts = torch.tensor(reads, device=self.device) if reads is not None and any(reads) else None
+        move(store, rows, lambda tokens: self._reviewed(rows, new, tokens, *self._plan(tokens, prompts)))
         self.whole = whole
         if new > 1 and self.index % 4 == 3:  # a prompt; in each layer it would cost 4 % of the time
             trim_heap(self.device)
+        self._moved(started)
+        if self.allocation is not None and prompts is not None:
+            self.allocation.settle(rows, prompts)
+        elif self.allocation is not None:
+            self.allocation.share_next(self.index, self.next_contenders(), rows)
+
+    def settle(self, budgets: Budgets, due: Tensor) -> None:
+        """Let go what is beyond the budgets [R] in due rows of the batch, [B] bool."""
+        store, started, whole = self.tokens, time.perf_counter(), self.whole
+        tokens = store.body_tokens()
+        scores, low = self._ranked(tokens), self.config.low
+        planned = plan_tiers(scores, tokens.rows, budgets, slots=tokens.slots, tiers=tokens.tiers, low_tier=low)
+        tiers = self._reviewed(due, 0, tokens, planned.tiers.long(), scores)
+        self.whole = False
+        demote(store, tiers)
+        self.whole = whole
+        self._moved(started)
+
+    def _moved(self, started: float) -> None:
+        """Tell of a move that began at ``started``."""
+        if self.memory is not None:
+            self.memory.note(self.index, *self.tokens.body_size())
         if self.observer is not None:
             self.observer(self, 1e3 * (time.perf_counter() - started))
             self.last_plan = None
 
-    def reviewed_plan(self, due: Tensor, new: int, tokens: BodyTokens) -> Tensor:
-        """Tiers [T] of body tokens by score and budget, after the guard has seen what is to be evicted."""
-        tiers, scores = self._plan(tokens)
+    def _reviewed(self, due: Tensor, new: int, tokens: BodyTokens, tiers: Tensor, scores: Tensor | None) -> Tensor:
+        """Planned tiers [T] of body tokens in due rows, after the guard has seen what is to be evicted."""
         tiers = torch.where(due[tokens.rows // self.tokens.heads], tiers, tokens.tiers)
         if self.hooks is not None:
             tiers = self.hooks.review(self, new, tokens, tiers)
@@ -244,6 +288,11 @@ class CompressedLayer(StoredLayer):
     def text(self) -> SeenText | None:
         """What the cache knows of the words, or None."""
         return self.setup.text
+
+    @property
+    def allocation(self) -> GlobalAllocation | None:
+        """Shares one budget out over the layers, if it is global."""
+        return self.setup.allocation
 
     @property
     def memory(self) -> MemoryController | None:

@@ -39,13 +39,41 @@ def move(store: TokenStore, due: Tensor, plan: Planner) -> None:
     leaves = _leaves(store, due, from_recent)
     leaving, body = _leaving(store, leaves), store.body()
     counts = [len(tokens) for tokens in body] + [len(leaving.row)]
-    candidates = _candidates(store, leaving)
-    tiers = plan(candidates)
+    tokens = _candidates(store, leaving)
+    tiers = plan(tokens)
     gone = tiers == Tier.EVICTED
     if store.spilled is not None and bool(gone.any()) and not _spill(store, leaving, gone.split(counts)):
-        tiers = torch.where(gone, candidates.tiers, tiers)  # kept, since it could not be stored
-    packed_tiers, *pq_tiers, fate = tiers.split(counts)
+        tiers = torch.where(gone, tokens.tiers, tiers)  # kept, since it could not be stored
+    _carry_out(store, leaving, tiers.split(counts))
+    store.full = store.full.taken(_staying(store, leaves))
+    store.moved = torch.where(due, from_recent, torch.tensor(store.moved, device=due.device)).tolist()
+    store.evicted += int((tiers == Tier.EVICTED).sum())
+    if store.window is not None:
+        store.oldest = max(min(store.moved) + store.config.recent_window - store.window + 1, 0)
 
+
+def demote(store: TokenStore, tiers: Tensor) -> None:
+    """Move the body's tokens alone to lower tiers [T], or out."""
+    body = store.body()
+    leaving = _leaving(store, torch.zeros_like(store.full.slots, dtype=torch.bool))
+    counts = [*map(len, body), 0]
+    gone = tiers == Tier.EVICTED
+    if store.spilled is not None and bool(gone.any()) and not _spill(store, leaving, gone.split(counts)):
+        return  # kept as they are, since they could not be stored
+    _carry_out(store, leaving, tiers.split(counts))
+    store.evicted += int(gone.sum())
+
+
+def candidates(store: TokenStore, lengths: Tensor) -> BodyTokens:
+    """The body's tokens, and those that leave the window once the sequences have ``lengths`` [B] tokens."""
+    every = torch.ones_like(lengths, dtype=torch.bool)
+    from_recent = (lengths - store.config.recent_window).clamp(min=0)
+    return _candidates(store, _leaving(store, _leaves(store, every, from_recent)))
+
+
+def _carry_out(store: TokenStore, leaving: _Leaving, tiers: Sequence[Tensor]) -> None:
+    """Give the tokens of each body tier, and those that leave full precision, the tiers that they are to have."""
+    packed_tiers, *pq_tiers, fate = tiers
     packs = (fate == Tier.HIGH) | (fate == Tier.LOW)
     added = _pack(store, leaving.at(packs), fate[packs] == Tier.LOW)
     if store.pq is not None:
@@ -55,11 +83,6 @@ def move(store: TokenStore, due: Tensor, plan: Planner) -> None:
     if bool((packed_tiers != store.packed.tiers()).any()):
         store.packed = store.packed.retier(packed_tiers)
     store.packed = store.packed.join(added)
-    store.full = store.full.taken(_staying(store, leaves))
-    store.moved = torch.where(due, from_recent, torch.tensor(store.moved, device=due.device)).tolist()
-    store.evicted += int((tiers == Tier.EVICTED).sum())
-    if store.window is not None:
-        store.oldest = max(min(store.moved) + store.config.recent_window - store.window + 1, 0)
 
 
 def _leaves(store: TokenStore, due: Tensor, from_recent: Tensor) -> Tensor:

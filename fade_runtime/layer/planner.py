@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from fade_runtime.config import FadeConfig
+from fade_runtime.layer.allocation import Contenders
 from fade_runtime.layer.setup import LayerSetup
 from fade_runtime.layer.store import BodyTokens, TokenStore
 from fade_runtime.policies import Policy, ProfiledTokens
+from fade_runtime.policies.comparison import comparable
 from fade_runtime.storage.tiers import Budgets, Tier, plan_tiers
 
 
@@ -64,7 +66,7 @@ def row_budgets(
 
 
 def plan(
-    setup: LayerSetup, store: TokenStore, tokens: BodyTokens, scores: Tensor | None
+    setup: LayerSetup, store: TokenStore, tokens: BodyTokens, scores: Tensor | None, reads: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Where a layer's policy and budgets want its body tokens.
 
@@ -72,6 +74,7 @@ def plan(
         setup: gives policy, budgets and what is known of the text.
         store: holds the tokens. tokens: T of them, those that leave full precision included.
         scores: [T] the policy's, higher = keep; None if nothing is ranked.
+        reads: [B] bool, sequences at the end of a prompt, if one budget is shared out over all layers.
 
     Returns:
         [T] int64 tiers; [T] scores that decided, or None if everything goes to one tier.
@@ -93,5 +96,44 @@ def plan(
         scores, wanted = policy.narrow(scores, profiled)
     fraction = None if setup.memory is None else setup.memory.share(lengths)
     budgets = row_budgets(config, policy, setup.index, lengths, heads, wanted, fraction)
+    if setup.allocation is not None and store.extra is not None:
+        own, (high, low) = attainable(config, lengths, budgets), store.extra.flatten(0, 1).unbind(1)
+        budgets = Budgets((own.high + high).clamp(min=0), (own.low + low).clamp(min=0))
+        if reads is not None:
+            given = setup.allocation.read(setup.index, contenders(setup, store, tokens, scores, lengths, own))
+            first = reads.repeat_interleave(heads)
+            high, low = torch.where(first, given.high, budgets.high), torch.where(first, given.low, budgets.low)
+            budgets = Budgets(high, low)
     planned = plan_tiers(scores, tokens.rows, budgets, slots=tokens.slots, tiers=tokens.tiers, low_tier=config.low)
     return planned.tiers.long(), scores
+
+
+def contenders(
+    setup: LayerSetup, store: TokenStore, tokens: BodyTokens, scores: Tensor, lengths: Tensor, budgets: Budgets
+) -> Contenders:
+    """A layer's body tokens as they compete with those of others.
+
+    Args:
+        setup: gives the options. store: holds the tokens. tokens: T of them. scores: [T] the policy's.
+        lengths: [B] tokens of each sequence. budgets: what each row would have by itself.
+    """
+    config = setup.config
+    if store.comparisons is not None:
+        scores = comparable(scores, store.comparisons.flatten(0, 1)[tokens.rows])
+    own = attainable(config, lengths, budgets)
+    return Contenders(scores, tokens.rows, tokens.slots, tokens.tiers, own, lengths, config.low)
+
+
+def attainable(config: FadeConfig, lengths: Tensor, budgets: Budgets) -> Budgets:
+    """Budgets of rows, less what is beyond the tokens between sinks and window; ``lengths`` [B].
+
+    Example:
+        >>> given = Budgets(torch.tensor([50, 90]), torch.tensor([50, 9]))
+        >>> bounded = attainable(FadeConfig(n_sink=4, recent_window=16), torch.tensor([100]), given)
+        >>> bounded.high.tolist(), bounded.low.tolist()
+        ([50, 80], [30, 0])
+    """
+    heads = len(budgets.high) // len(lengths)
+    most = (lengths - config.recent_window - config.n_sink).clamp(min=0).repeat_interleave(heads)
+    high = torch.minimum(budgets.high, most)
+    return Budgets(high, torch.minimum(budgets.low, most - high))

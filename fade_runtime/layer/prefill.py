@@ -10,6 +10,7 @@ from torch import Tensor
 from fade_runtime.layer.attention import AttentionCall
 from fade_runtime.layer.store import TokenStore
 from fade_runtime.policies import Policy, Prompt
+from fade_runtime.policies.comparison import comparison
 from fade_runtime.policies.text import SeenText
 from predictor import rope
 from predictor.features import attention_and_mass
@@ -54,13 +55,16 @@ def prefill_stats(
         queried, kept = _shifted(own, -before), _shifted(own, older - before)
         queries, keys, values = query[row][:, queried], key[row][:, kept], full.value[row][:, kept]
         stats: Tensor | None
+        importance: Tensor | None = None
         if out is not None:
             out[row][:, queried], stats = attention_and_mass(queries, keys, values, call.scaling, sinks=call.sinks)
         else:
-            stats = policy.start(Prompt(queries, keys, values, call.scaling, table, layer, call.sinks))
+            stats, importance = policy.forecast(Prompt(queries, keys, values, call.scaling, table, layer, call.sinks))
         if stats is not None:
             stats = _helped(policy, text, stats, row, own)
             full.attention_stats[row][:, kept] = stats
+            if store.comparisons is not None and importance is not None:
+                store.comparisons[row] = comparison(stats, importance)
             if store.profiles is not None and text is not None:
                 profile = policy.profile(stats, text.classes(sequences.seen)[row, own])
                 assert profile is not None  # of a policy that reads text

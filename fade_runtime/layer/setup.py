@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fade_runtime.config import FadeConfig, MemoryController
+from fade_runtime.layer.allocation import GlobalAllocation
 from fade_runtime.policies import Policy
 from fade_runtime.policies.text import SeenText
 from fade_runtime.storage.pq import LayerCodebook
@@ -29,6 +30,7 @@ class LayerSetup:
             nothing is ranked; None: all.
         text: what the cache knows of the words, if its policy asks for it.
         memory: gives the budget, if the target is bytes; shared by the layers.
+        allocation: shares one budget out over the layers, if it is global.
         spill: where evicted tokens go, or None.
         ranks: whether scores decide which tokens are kept.
         keeps_stats: whether each token has an attention statistic.
@@ -44,6 +46,7 @@ class LayerSetup:
     window: int | None = None
     text: SeenText | None = None
     memory: MemoryController | None = None
+    allocation: GlobalAllocation | None = None
     spill: Spill | None = None
     ranks: bool = field(init=False)
     keeps_stats: bool = field(init=False)
@@ -56,4 +59,6 @@ class LayerSetup:
 
     def sliding(self, window: int) -> LayerSetup:
         """The same for a layer whose queries attend to a window of so many tokens."""
-        return replace(self, policy=Policy(), codebook=None, text=None, memory=None, spill=None, window=window)
+        return replace(
+            self, policy=Policy(), codebook=None, text=None, memory=None, allocation=None, spill=None, window=window
+        )

@@ -13,6 +13,7 @@ from torch import Tensor
 from fade_runtime.config.config import FadeConfig
 from fade_runtime.layer.attention import FullTokens
 from fade_runtime.layer.sequences import Sequences
+from fade_runtime.policies.comparison import POINTS
 from fade_runtime.storage.packed import PackedTokens
 from fade_runtime.storage.pq import LayerCodebook, PQTokens
 from fade_runtime.storage.spill import Spill, SpilledTokens
@@ -43,6 +44,8 @@ class TokenStore:
         keeps_stats: whether to keep a statistic for each token.
         codebook: of the layer, for the PQ tier.
         profiled: whether kv heads have profiles (:meth:`fade_runtime.policies.Policy.profile`).
+        shares: whether rows have more or fewer tokens than their own budgets.
+        compares: whether tokens of different rows are compared by :mod:`fade_runtime.policies.comparison`.
         spill: where evicted tokens go, or None.
         window: tokens that a query attends to, itself included; None: all.
 
@@ -51,6 +54,9 @@ class TokenStore:
         packed: the high tier and the low tier.
         pq: the PQ tier, or None if there is none.
         profiles: [B, H] int8 what each kv head is to keep of the text (:meth:`Policy.profile`), or None.
+        extra: [B, H, 2] int32 how many tokens more or fewer than by itself each row has in the high and in the low tier
+            when tokens move (:mod:`fade_runtime.layer.allocation`), or None.
+        comparisons: [B, H, 2, POINTS] float32 that take statistics to comparable scores, or None.
         spilled: evicted tokens that can come back, or None. back: those, in the view that :meth:`whole` gives.
         sequences: which columns are tokens of which row; a token's slot is its place among them.
         moved: the slot up to which each row's tokens have left full precision, sinks excepted.
@@ -68,6 +74,8 @@ class TokenStore:
         keeps_stats: bool,
         codebook: LayerCodebook | None = None,
         profiled: bool = False,
+        shares: bool = False,
+        compares: bool = False,
         spill: Spill | None = None,
         window: int | None = None,
     ) -> None:
@@ -91,6 +99,8 @@ class TokenStore:
             None if codebook is None else PQTokens.empty(batch * heads, codebook, key.device, keeps_stats=keeps_stats)
         )
         self.profiles = slots.new_zeros(batch, heads, dtype=torch.int8) if profiled else None
+        self.extra = slots.new_zeros(batch, heads, 2) if shares else None
+        self.comparisons = slots.new_zeros(batch, heads, 2, POINTS, dtype=torch.float32) if compares else None
         self.spilled = None if spill is None else SpilledTokens(spill, key.device)
         self.back: list[StoredTokens] = []
         self.sequences = Sequences(0, batch, key.device)
@@ -185,6 +195,8 @@ class TokenStore:
         same = len(set(self.moved)) == 1  # a GPU would be waited for
         self.moved = self.moved[:1] * len(index) if same else [self.moved[row] for row in index.tolist()]
         self.profiles = None if self.profiles is None else self.profiles[index]
+        self.extra = None if self.extra is None else self.extra[index]
+        self.comparisons = None if self.comparisons is None else self.comparisons[index]
         rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
         self.packed = self.packed.select_rows(rows)
         self.pq = None if self.pq is None else self.pq.select_rows(rows)
@@ -234,7 +246,7 @@ class TokenStore:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stored tensor `[...]` by its name: "policies" (profiles); ``full.``, ``packed.``, ``pq.`` and field."""
+        """Every stored tensor `[...]` by its name: ``full.``, ``packed.``, ``pq.`` and field; "policies" (profiles)."""
         full = {name: tensor for name, tensor in vars(self.full).items() if isinstance(tensor, Tensor)}
         parts = {
             "full": full,
@@ -242,7 +254,8 @@ class TokenStore:
             "pq": {} if self.pq is None else self.pq.tensors(),
         }
         found = {f"{part}.{name}": tensor for part, stored in parts.items() for name, tensor in stored.items()}
-        return found if self.profiles is None else {**found, "policies": self.profiles}
+        by_head = {"policies": self.profiles, "extra": self.extra, "comparisons": self.comparisons}
+        return found | {name: tensor for name, tensor in by_head.items() if tensor is not None}
 
     def counts(self) -> dict[str, int]:
         """Tokens in each tier, summed over rows; padding is no token."""

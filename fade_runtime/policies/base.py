@@ -41,6 +41,18 @@ class Prompt:
     sinks: Tensor | None = None
 
 
+class Forecast(NamedTuple):
+    """What a policy knows at the end of a prompt.
+
+    Attributes:
+        stats: [H, S] float32 first attention statistics, or None.
+        importance: [H, S] float32 by which tokens of all kv heads and layers can be compared; None: by the statistics.
+    """
+
+    stats: Tensor | None
+    importance: Tensor | None = None
+
+
 class ProfiledTokens(NamedTuple):
     """Body tokens of a layer, and what the profile of each kv head was at the end of its prompt.
 
@@ -65,6 +77,7 @@ class Policy:
         gain: factor on the attention that a step adds.
         whole_prompt: the first statistics are `h2o_mass`, the attention of all queries of the prompt.
         reads_text: the policy is told the class of each token, and profiles kv heads (:meth:`profile`).
+        compares: :meth:`forecast` gives an importance by which tokens of different kv heads can be compared.
         profile_is_floor: what a profile asks for is the least that a head keeps, not the most.
         predictor: what the policy has learned, or None.
     """
@@ -74,6 +87,7 @@ class Policy:
     gain: float = 1.0
     whole_prompt = False
     reads_text = False
+    compares = False
     profile_is_floor = False
     predictor: Predictor | None = None
 
@@ -84,6 +98,10 @@ class Policy:
     def start(self, prompt: Prompt) -> Tensor | None:
         """Attention statistics [H, S] float32 after the prompt, or None."""
         return None
+
+    def forecast(self, prompt: Prompt) -> Forecast:
+        """First statistics, and what makes tokens of different heads comparable if the policy :attr:`compares`."""
+        return Forecast(self.start(prompt))
 
     def weights(self, steps: int, device: torch.device) -> Tensor | None:
         """Weight [steps] float32 of each new query's attention in the statistics, the newest last."""

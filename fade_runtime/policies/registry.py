@@ -15,7 +15,7 @@ Options = Any  # a FadeConfig, which stands above this package
 
 def _learned(options: Options) -> Learned:
     assert options.predictor is not None
-    return Learned(load_predictor(options.predictor), options.head_budgets)
+    return Learned(load_predictor(options.predictor), options.head_budgets, options.allocation == "global")
 
 
 def _fastgen(options: Options) -> FastGen:

@@ -51,10 +51,13 @@ def create_quietly(model: Any, config: FadeConfig) -> TieredCache:
         return create_tiered_cache(model, config)
 
 
-def save_bundle(path: Path, model: Any, net: Any = None, budgets: HeadBudgets | None = None) -> Path:
-    """A bundle for a model, untrained."""
+def save_bundle(
+    path: Path, model: Any, net: Any = None, budgets: HeadBudgets | None = None, offsets: Tensor | None = None
+) -> Path:
+    """A bundle for a model, untrained; offsets [L, H] are of its first layers."""
+    layers = () if offsets is None else range(len(offsets))
     return Predictor(net or TokenMLP(), spec=FeatureSpec(window=16, block=4, horizon=32), metrics={}, manifest={},
-        provenance=model_provenance(model), budgets=budgets,
+        provenance=model_provenance(model), budgets=budgets, offsets=offsets, layers=layers,
     ).save(path / "bundle")  # fmt: skip
 
 

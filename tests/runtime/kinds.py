@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fastgen": dict(TIGHT, eviction_policy="fastgen", recover=0.7),
     "streaming": dict(TIGHT, positions="streaming"),
     "pq": dict(TIGHT, low_tier="pq"),
+    "global": dict(TIGHT, eviction_policy="learned", allocation="global"),
     "chunked": dict(TIGHT, chunked_prefill=True),
 }
 GUARDED: dict[str, Any] = dict(TIGHT, guard="rollback", spill="host", monitor_every=5, kl_alarm=0.02, kl_target=0.01)
@@ -34,6 +35,10 @@ def config_of(kind: str, model: Any, folder: Path) -> FadeConfig:
     options = dict(KINDS[kind])
     if kind == "learned":
         options["predictor"] = str(save_bundle(folder, model))
+    if kind == "global":
+        heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+        offsets = torch.randn(heads, generator=torch.Generator().manual_seed(0))
+        options["predictor"] = str(save_bundle(folder, model, offsets=offsets))
     if kind == "fastgen":
         options["tokenizer"] = make_tiny_tokenizer()
     if kind == "pq":

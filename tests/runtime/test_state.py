@@ -25,6 +25,10 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "guard and memory": dict(
         n_sink=2, recent_window=16, reassign_every=8, memory="20KiB", guard="rollback", spill="host", monitor_every=4
     ),
+    "guard and global": dict(GUARDED, allocation="global"),
+    "global and memory": dict(
+        n_sink=2, recent_window=8, reassign_every=8, target_compression=3.0, min_budget=0.05, allocation="global"
+    ),
     "memory": dict(n_sink=2, recent_window=8, reassign_every=8, memory="20KiB"),
     "prefetch": dict(GUARDED, prefetch=True, kl_alarm=9.0, kl_target=8.0),
     "shadow": dict(GUARDED, shadow_every=4),
