@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fade_runtime.storage.tiers import Budgets, Tier, plan_tiers
 
-MARGIN = 0.1  # more than its part that a layer may keep until the last layer has been read
+MARGIN = 0.05  # more than its part that a layer may keep until the last layer has been read
 
 
 class Contenders(NamedTuple):

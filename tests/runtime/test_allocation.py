@@ -57,7 +57,7 @@ def best(tokens: list[tuple[float, int, int, int]], count: int) -> list[tuple[fl
     return sorted(tokens, reverse=True)[:count]
 
 
-@pytest.mark.parametrize("margin", [0.1, 5.0])
+@pytest.mark.parametrize("margin", [0.05, 5.0])
 def test_a_prompt_keeps_the_best_tokens_of_all_layers(margin: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule in plain Python: a layer knows those before it; with a large margin, the best of all."""
     monkeypatch.setattr(allocation, "MARGIN", margin)
@@ -85,7 +85,7 @@ def test_a_prompt_keeps_the_best_tokens_of_all_layers(margin: float, monkeypatch
 
 
 def test_no_layer_waits_for_another() -> None:
-    """While a prompt is read, an earlier layer holds its part and a tenth more, packed, before the next has begun."""
+    """While a prompt is read, an earlier layer holds its part and a twentieth more, packed, before the next begins."""
     model, found = make_tiny_model(num_hidden_layers=LAYERS, num_key_value_heads=HEADS), {}
     cache = create_tiered_cache(model, FadeConfig(**TIGHT))
 
@@ -97,7 +97,7 @@ def test_no_layer_waits_for_another() -> None:
         layer.observer = look
     forward(model, random_ids(1, 211), cache)
     budget = int(0.3 * 211) * HEADS
-    assert found[0][0] == int(1.1 * budget)
+    assert found[0][0] == int(1.05 * budget)
     assert sum(each[-1] for each in found.values()) == LAYERS * budget
     assert all(len(each) == 2 for each in found.values())
 
