@@ -18,6 +18,7 @@ from predictor.bundle import Predictor
 from predictor.errors import FadeError
 
 FIT = "fit"
+DIRECT = "target_compression"  # an option that is a size itself: its value is the ratio
 ENDS = (0.01, 0.99)  # of the options that are fitted: fractions of the context
 ROUNDS = 8  # after the ends, at most
 CLOSE = 0.004  # of the target's bytes; a token of ten times smaller caches of 2,000 tokens is .5 %
@@ -195,7 +196,7 @@ def equally_sized(
         made = make_methods(list(named), named, predictors, 1.0)
         return [one.compression for one in compare(lm, made, tokens, steps, timed=False)[1:]]
 
-    middle = {one.config: {**configs[one.config], one.option: 0.5} for one in targets}
+    middle = {one.config: {**configs[one.config], one.option: _middle(one)} for one in targets}
     configured = [name for name in methods if name in configs]
     measured = run_without_failing(
         available_methods(configured, {**configs, **middle}, predictors, 1.0, skipped),
@@ -210,7 +211,11 @@ def equally_sized(
     runnable = [one for one in targets if one.config in names]
     raised = [replace(one, ratio=no_larger(one.ratio, peer_sizes)) if is_ours(one) else one for one in runnable]
     fitted: list[Sized] = []
-    for one, asked in zip(fit(raised, measure, smaller=is_ours), runnable):
+    direct = [replace(one, value=one.ratio) for one in raised if one.option == DIRECT]
+    searched = fit([one for one in raised if one.option != DIRECT], measure, smaller=is_ours)
+    found = {one.method: one for one in [*searched, *(_measured(direct, measure) if direct else [])]}
+    for asked in runnable:
+        one = found[asked.method]
         if reaches(one, is_ours(one)):
             fitted.append(replace(one, ratio=asked.ratio))
         else:
@@ -220,8 +225,15 @@ def equally_sized(
     return [name for name in names if name not in middle or name in left], fitted
 
 
+def _middle(one: Sized) -> float:
+    """A value that any cache can be made with."""
+    return one.ratio if one.option == DIRECT else 0.5
+
+
 def reaches(one: Sized, smaller: bool) -> bool:
     """Whether what was found is of the size that was asked for: on its side of it, and not far beyond.
+
+    A cache that has a size as its target is that size when tokens move; since then some may wait in full precision.
 
     Example:
         >>> found = Sized("ours 6x", "ours", 6.0, "int4_budget", 0.4, compression=6.01)
@@ -229,7 +241,7 @@ def reaches(one: Sized, smaller: bool) -> bool:
         (True, False)
     """
     times = one.compression / one.ratio if smaller else one.ratio / one.compression
-    return 1 - CLOSE <= times <= NEAR
+    return (1 / NEAR if one.option == DIRECT else 1 - CLOSE) <= times <= NEAR
 
 
 def no_larger(ratio: float, others: Sequence[float]) -> float:
