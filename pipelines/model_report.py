@@ -73,10 +73,10 @@ def report(
     commands = "\n\n".join(f"`{rows[0]['command']}`" for rows in (*evaluated, *answered))
     return f"""# {Path(run["settings"]["model"]).name}: what a smaller cache costs
 
-KL is KL(full cache || this cache) of the next-token distribution, in nats per token, from a float32 model; top-1 how often
-the most likely next token is the full cache's. MiB and compression are those of a model with two-byte floats, of the whole
-cache, every byte that can be reached; where a model has layers that evict nothing (sliding windows, recurrent states), the
-last columns tell them apart.
+KL is KL(full cache || this cache) of the next-token distribution, in nats per token, from a float32 model; top-1 how
+often the most likely next token is the full cache's. MiB and compression are those of a model with two-byte floats, of
+the whole cache, every byte that can be reached; where a model has layers that evict nothing (sliding windows, recurrent
+states), the last columns tell them apart.
 
 {chr(10).join(part + chr(10) for part in parts)}
 ## How it was measured
