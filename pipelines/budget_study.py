@@ -98,7 +98,7 @@ class _Rows:
     def _slim(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         names = ("target_max", "target_sum", "eligible", "length", "layer", "head", "doc")
         half = {name: batch[name].half() if name.startswith("target") else batch[name] for name in names}
-        return {**half, "scores": token_scores(self.net, batch)}
+        return {**half, "scores": token_scores(self.net, batch, in_cache=True)}
 
 
 def learned(rows: Iterator[dict[str, Tensor]], target: str = "target_max") -> HeadBudgets:

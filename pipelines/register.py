@@ -23,6 +23,7 @@ from pipelines.evaluation.certificate import (
     as_facts,
     verdict,
 )
+from pipelines.evaluation.fragility import FEW, layer_weights, validation_texts
 from pipelines.models import model_of, name_of
 from pipelines.reporting.rows import mean
 from predictor.budgets import HeadBudgets, learn_budgets
@@ -53,6 +54,9 @@ class RegisterSettings:
         documents: how many documents of it; each is measured as it is, and as the source of a copy.
         context: tokens of each document before decoding starts.
         steps: tokens decoded after it, teacher-forced.
+        weigh: on how many validation documents of the traces each layer is made to forget by itself, so that fragile
+            layers keep more; 0: on none. By default 2 where at most 8 layers can evict. ``context`` and ``steps`` hold
+            there too.
         kl: target: the smallest budget whose mean KL is at most this is recommended.
         budget: share of the context kept in the body of the cache at which the predictor is compared with all that is
             built in; by default the recommended one.
@@ -71,6 +75,7 @@ class RegisterSettings:
     documents: int = 2
     context: int = 1024
     steps: int = 32
+    weigh: int | None = None
     kl: float = 0.01
     budget: float | None = None
     tracking_uri: str | None = None
@@ -117,10 +122,31 @@ def register(settings: RegisterSettings) -> int:
     texts = held_out.read(trace_facts(traces))  # before anything is measured
     if predictor.budgets is None:
         predictor.budgets = head_budgets(predictor.net, settings.traces)
+    measuring = held_out.load(predictor, texts)
+    predictor.budgets = weighed(predictor, measuring.lm, traces, model, settings)
     trained = Candidate(predictor, evaluate(predictor, settings.traces))
     print(format_table(trained.metrics.table()))
-    others = certify_candidate(trained, held_out.load(predictor, texts), settings)
+    others = certify_candidate(trained, measuring, settings)
     return publish_candidates([trained, *others], settings, settings.name or name_of(model))
+
+
+def weighed(predictor: Predictor, lm: Any, traces: Traces, model: str, settings: RegisterSettings) -> HeadBudgets:
+    """A predictor's head budgets, their layers weighed by what the language model loses when one alone forgets."""
+    budgets = predictor.budgets
+    assert budgets is not None
+    documents = settings.weigh
+    if documents is None:
+        documents = 2 if len(budgets.layers) <= FEW else 0
+    if not documents:
+        return budgets
+    texts = validation_texts(model, traces.manifest["settings"], documents, settings.context + settings.steps)
+    if not texts:
+        print(f"no validation document of the traces has {settings.context + settings.steps} tokens: layers weigh alike")
+        return budgets
+    weights = layer_weights(lm, predictor, texts, settings.steps)
+    named = ", ".join(f"{layer}: {weight:.2f}" for layer, weight in zip(budgets.layers, weights))
+    print(f"what each layer's lost attention costs the model, beside the mean: {named}")
+    return replace(budgets, weights=weights)
 
 
 @dataclass
@@ -139,7 +165,8 @@ def certify_candidate(trained: Candidate, measuring: Measuring, settings: Regist
     predictor = trained.predictor
     spec, manifest = replace(predictor.spec, hidden=False), {**predictor.manifest, "epoch": 0}
     closed_form = Predictor(TokenMLP(), spec, predictor.provenance, manifest=manifest)
-    closed_form.budgets = head_budgets(closed_form.net, settings.traces)
+    weights = () if predictor.budgets is None else predictor.budgets.weights
+    closed_form.budgets = replace(head_budgets(closed_form.net, settings.traces), weights=weights)
     measured = with_ladder({}, predictor, measuring, settings.kl)
     met = smallest_budget(ladder(measured), settings.kl)
     budget = settings.budget or (met and met.int4_budget) or LARGEST
@@ -262,7 +289,7 @@ def head_budgets(net: ScoreNet, traces: str) -> HeadBudgets:
     module = TraceDataModule(traces)
     module.setup("fit")
     batches = tqdm(module.train_dataloader(), desc="Head budgets", unit="batch")
-    return learn_budgets(partial(token_scores, net), batches)
+    return learn_budgets(partial(token_scores, net, in_cache=True), batches)
 
 
 def format_table(table: dict[str, dict[float, float]]) -> str:

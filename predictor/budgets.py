@@ -7,6 +7,7 @@ each token at its *worst* coming step, because one step in which a needed token 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class HeadBudgets:
         lost: [L, H, K] expected lost attention of L layers.
         fractions: K kept fractions, ascending from 0 to 1.
         layers: indices of the L layers in the model, ascending; none: 0 .. L - 1.
+        weights: of the L layers: what a unit of their lost attention costs the model; none: all the same.
 
     Example:
         >>> copies, looks_back = [1.0, 0.5, 0.0], [0.1, 0.0, 0.0]  # what two heads lose at none, half, all
@@ -80,10 +82,12 @@ class HeadBudgets:
     lost: Tensor
     fractions: tuple[float, ...] = FRACTIONS
     layers: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Name the layers where they were not."""
+        """Name the layers, and weigh them, where they were not."""
         object.__setattr__(self, "layers", self.layers or tuple(range(len(self.lost))))
+        object.__setattr__(self, "weights", self.weights or (1.0,) * len(self.lost))
 
     @lru_cache(maxsize=64)  # noqa: B019 (a handful of small tuples)
     def allocate(self, fraction: float) -> dict[int, tuple[float, ...]]:
@@ -97,7 +101,8 @@ class HeadBudgets:
         """
         count, heads, _ = self.lost.shape
         segments = []
-        for head, curve in enumerate(self.lost.flatten(0, 1).tolist()):
+        cost = self.lost * torch.tensor(self.weights)[:, None, None]
+        for head, curve in enumerate(cost.flatten(0, 1).tolist()):
             hull = _hull(self.fractions, curve)
             segments += [
                 ((hull[i][1] - hull[i + 1][1]) / (hull[i + 1][0] - hull[i][0]), head, hull[i + 1][0] - hull[i][0])
@@ -110,6 +115,10 @@ class HeadBudgets:
             left -= bought
         return {layer: tuple(kept[i * heads : (i + 1) * heads]) for i, layer in enumerate(self.layers)}
 
+    def of_layer(self, layer: int) -> HeadBudgets:
+        """The table of one layer, by its index in the model."""
+        return HeadBudgets(self.lost[[self.layers.index(layer)]], self.fractions, (layer,))
+
     def uniform(self, fraction: float) -> dict[int, tuple[float, ...]]:
         """As :meth:`allocate`, with the same fraction for all kv heads."""
         return dict.fromkeys(self.layers, (fraction,) * self.lost.shape[1])
@@ -118,7 +127,8 @@ class HeadBudgets:
         """Return a JSON-able dictionary."""
         rounded = [[[float(f"{value:.4g}") for value in head] for head in layer] for layer in self.lost.tolist()]
         named = {} if self.layers == tuple(range(len(self.lost))) else {"layers": list(self.layers)}
-        return {"shares": list(self.fractions), "lost": rounded} | named
+        weighed = {} if set(self.weights) == {1.0} else {"weights": [float(f"{each:.4g}") for each in self.weights]}
+        return {"shares": list(self.fractions), "lost": rounded} | named | weighed
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> HeadBudgets:
@@ -130,14 +140,16 @@ class HeadBudgets:
         try:
             lost, fractions = torch.tensor(stored["lost"], dtype=torch.float32), tuple(map(float, stored["shares"]))
             layers = tuple(map(int, stored.get("layers", range(len(lost)))))
+            weights = tuple(map(float, stored.get("weights", [1.0] * len(lost))))
         except (KeyError, TypeError, ValueError) as error:
             raise FadeError("the table of head budgets is damaged; make the bundle again") from error
         ascending = len(fractions) > 1 and all(a < b for each in (fractions, (-1, *layers)) for a, b in pairwise(each))
         fits = lost.ndim == 3 and lost.shape[::2] == (len(layers), len(fractions))
-        spans = (fractions[0], fractions[-1]) == (0, 1)
+        weighs = len(weights) == len(layers) and all(0 < each < math.inf for each in weights)
+        spans = weighs and (fractions[0], fractions[-1]) == (0, 1)
         if not (ascending and fits and spans) or not bool(((lost >= 0) & lost.isfinite()).all()):
             raise FadeError("the table of head budgets is damaged; make the bundle again")
-        return cls(lost, fractions, layers)
+        return cls(lost, fractions, layers, weights)
 
     def refuse_other_heads(self, what: str, layers: Sequence[int], kv_heads: int) -> None:
         """Refuse a table that is not for the heads whose tokens a model's cache can evict.

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from predictor import scores
 from predictor.budgets import HeadBudgets
 from predictor.cache_layers import in_words
 from predictor.card import model_card
 from predictor.certificate import refuse_damaged
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec, PrefillFeatures
-from predictor.nets import LOG_EMA, ScoreNet, build_net, tensors_of
+from predictor.nets import ScoreNet, build_net, tensors_of
 from predictor.offsets import offsets_from_dict, offsets_to_dict
 from predictor.provenance import check_provenance, model_provenance
-from predictor.scorenet import OPTIONAL_TENSORS
+from predictor.scorenet import OPTIONAL_TENSORS, forecast
 from predictor.sealed import Header, Sealed
 
 VERSION = 2  # 1 had no checksum over bundle.json
@@ -91,8 +90,12 @@ class Predictor(nn.Module):
 
     @torch.no_grad()
     def forecast(self, features: PrefillFeatures) -> Tensor:
-        """Forecast the attention of each token, [H, S]: in the order of the network, as large as the moving average."""
-        return scores.match_quantiles(self.log_importance(features).float(), features.tokens[..., LOG_EMA].exp())
+        """Forecast the attention of each token, [H, S].
+
+        In the order of the network and as large as the moving average; where the features tell what reading on would
+        give a token (``log_ahead``), no less than that.
+        """
+        return forecast(self.log_importance(features).float(), features.tokens)
 
     def comparable_importance(self, features: PrefillFeatures) -> Tensor:
         """Forecast as :meth:`log_importance`, with the offsets of the heads, [H, S]: tokens of all heads compete.

@@ -18,10 +18,14 @@ from torch.nn.functional import logsigmoid, pad
 from predictor import learned_sinks, rope, scores
 from predictor.errors import FadeError
 
-FEATURES = ("log_ema", "log_ea", "log_mean", "log_max", "log_last", "log_snap", "key_norm", "value_norm", "age")
+FEATURES = (
+    "log_ema", "log_ea", "log_mean", "log_max", "log_last", "log_snap", "key_norm", "value_norm", "age", "log_ahead",
+)  # fmt: skip
+FIRST_FEATURES = FEATURES[:9]  # of traces and bundles of earlier releases
 MAX_SIZE = 1 << 20  # steps, tokens of a block
 FLOOR = 1e-9  # smallest attention probability that a logarithm tells apart
 LAST_ROWS = 8  # rows in the "log_last" feature
+AHEAD_ROWS = 4  # rows in the "log_ahead" feature
 EA_SINKS = 4  # queries of the attention sinks are left out of the moments: their norm is not typical
 
 
@@ -73,7 +77,7 @@ class FeatureSpec:
             FadeError: unknown version, unknown fields or unknown names.
         """
         version, names = stored.get("version"), tuple(stored.get("names", ()))
-        if version != cls.version or names != FEATURES:
+        if version != cls.version or names not in (FEATURES, FIRST_FEATURES):
             raise FadeError(
                 f"feature spec version {version} with {len(names)} features is not version {cls.version} with "
                 f"{len(FEATURES)}; collect the traces and train again with this release"
@@ -338,7 +342,7 @@ def prefill_features(
         >>> out = prefill_features(torch.randn(4, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8),
         ...                        scaling=8**-0.5, table=None, spec=spec)
         >>> out.tokens.shape, out.history_mean.shape
-        (torch.Size([2, 9, 9]), torch.Size([2, 4, 3]))
+        (torch.Size([2, 9, 10]), torch.Size([2, 4, 3]))
     """
     slots = key.shape[1]
     window = min(spec.window, slots)
@@ -357,6 +361,10 @@ def prefill_features(
         "value_norm": _log_norm(value),
         "age": (age.log() - math.log(1024)).expand(key.shape[0], -1),
     }
+    if "log_ahead" in spec.names:
+        columns["log_ahead"] = floored_log(
+            scores.ahead(rows[:, -AHEAD_ROWS:], spec.horizon, skip=EA_SINKS) / spec.horizon
+        )
     mean, peak = pool_blocks(rows, spec.block)
     tokens = torch.stack([columns[name] for name in spec.names], dim=-1)
     head = torch.arange(key.shape[0], device=key.device)

@@ -86,7 +86,7 @@ class HeadBudgetMetrics(nn.Module):
                 f"training rows of {in_words(table.layers)} with {heads} kv heads were seen, and validation has "
                 "more; collect more traces, or validate later (trainer.val_check_interval)"
             )
-        scores = token_scores(net, batch)
+        scores = token_scores(net, batch, in_cache=True)
         for kind, metrics in self.lost.items():
             allocations = [allocation(learned, kind, budget) for budget in self.budgets]
             for metric, lost in zip(metrics, lost_when_kept(allocations, scores, batch).T):

@@ -228,7 +228,7 @@ class HeadBudgetModule(TraceModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Add what R rows lose, [R, K], to the tables; return the mean [], which is not differentiated."""
-        scores = token_scores(self.net, batch)
+        scores = token_scores(self.net, batch, in_cache=True)
         for kind, table in self.counted.items():
             lost = lost_attention(scores, batch[f"target_{kind}"], batch["eligible"], batch["length"])
             table.add(lost, batch["layer"], batch["head"])

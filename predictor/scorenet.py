@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from predictor import scores
 from predictor.batches import Batch, heads_of, hidden_of
 from predictor.errors import FadeError
 from predictor.features import FEATURES, FeatureSpec, PrefillFeatures, block_sizes
@@ -21,7 +22,7 @@ from predictor.features import FEATURES, FeatureSpec, PrefillFeatures, block_siz
 MIN_SPREAD = 1e-3  # spread of a feature that counts as none
 MAX_PARAMETERS = 1_000_000  # of a predictor: scoring must stay far below the cost of a decode step
 OPTIONAL_TENSORS = ("temperature",)  # tensors that the weights of older releases may lack
-LOG_EMA, LOG_EA = FEATURES.index("log_ema"), FEATURES.index("log_ea")
+LOG_EMA, LOG_EA, LOG_AHEAD = (FEATURES.index(name) for name in ("log_ema", "log_ea", "log_ahead"))
 
 
 class ScoreNet(nn.Module, ABC):
@@ -179,15 +180,32 @@ class BlockNet(ScoreNet):
         return spread.flatten(-2)[..., :slots]
 
 
+def forecast(log_importance: Tensor, tokens: Tensor) -> Tensor:
+    """Attention of each token in the coming steps, as the cache ranks it.
+
+    Args:
+        log_importance: [..., S] a network's order. tokens: [..., S, F] features.
+
+    Returns:
+        [..., S] in that order and as large as the moving average, but no less than reading on would give
+        (:func:`predictor.scores.with_ahead`; not with features of earlier releases).
+    """
+    matched = scores.match_quantiles(log_importance, tokens[..., LOG_EMA].exp())
+    if tokens.shape[-1] <= LOG_AHEAD:
+        return matched
+    return scores.with_ahead(matched, tokens[..., LOG_AHEAD].exp())
+
+
 @torch.no_grad()
-def token_scores(net: ScoreNet, batch: Batch) -> Tensor:
+def token_scores(net: ScoreNet, batch: Batch, in_cache: bool = False) -> Tensor:
     """Score a padded batch exactly as the runtime scores a prompt: rows of one length at a time, no padding.
 
     Args:
         net: the network. batch: R trace rows, as :func:`data.dataset.collate` pads them to S tokens.
+        in_cache: give the forecast that a cache ranks by (:func:`forecast`), in place of the network's own order.
 
     Returns:
-        [R, S] log importance; 0 on padding.
+        [R, S] log importance, or log of the forecast; 0 on padding.
 
     Raises:
         FadeError: the network gives something that is not a number.
@@ -203,7 +221,8 @@ def token_scores(net: ScoreNet, batch: Batch) -> Tensor:
             hidden_of(batch, rows, length),
             heads=heads_of(batch)[rows],
         )
-        out[rows, :length] = net.log_importance(features).float()
+        scored = net.log_importance(features).float()
+        out[rows, :length] = forecast(scored, features.tokens).log() if in_cache else scored
     if not out.isfinite().all():
         raise FadeError(f"{type(net).__name__} gives scores that are not numbers; train it again")
     return out

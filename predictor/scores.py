@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
+from torch.nn.functional import avg_pool1d, max_pool1d, pad
+
+CONTINUES = 0.3  # measured with SmolLM2-135M and Gemma 3 270M: .3 to 3 serve copies alike, more than .3 costs plain text
 
 
 def position(slots: Tensor) -> Tensor:
@@ -83,6 +85,50 @@ def snapkv(rows: Tensor, kernel: int = 5) -> Tensor:
     flat = mean.reshape(1, -1, mean.shape[-1])
     pooled = avg_pool1d(flat, kernel, stride=1, padding=kernel // 2, count_include_pad=False)
     return pooled.reshape(mean.shape)
+
+
+def ahead(rows: Tensor, reach: int, skip: int = 0) -> Tensor:
+    """The most attention that a token, or one of those shortly before it, received of late.
+
+    Text that is being repeated is read in its order: what follows the place that is looked at now is looked at next.
+
+    Args:
+        rows: [..., W, S] attention of the newest queries. reach: tokens that are looked back over, itself included.
+        skip: first tokens (attention sinks), which are looked at for another reason and do not count.
+
+    Returns:
+        [..., S] float32.
+
+    Source: Olsson et al. 2022, In-context Learning and Induction Heads (arXiv 2209.11895), section "Induction heads":
+    attention goes to the token after an earlier occurrence of the present one.
+
+    Example:
+        >>> ahead(torch.tensor([[0.5, 0.0, 0.3, 0.0, 0.0, 0.2]]), reach=3, skip=1).tolist()
+        [0.0, 0.0, 0.30000001192092896, 0.30000001192092896, 0.30000001192092896, 0.20000000298023224]
+    """
+    most = rows.float().amax(dim=-2)
+    most[..., :skip] = 0
+    flat = pad(most.reshape(-1, 1, most.shape[-1]), (reach - 1, 0))
+    return max_pool1d(flat, reach, stride=1).reshape(most.shape)
+
+
+def with_ahead(forecast: Tensor, read_on: Tensor) -> Tensor:
+    """A forecast of attention that gives no token less than what reading on would give it.
+
+    Args:
+        forecast: [..., S] mean attention of the coming steps.
+        read_on: [..., S] what a token gets in the mean if it is read once in these steps, with the attention that the
+            place read now gets: :func:`ahead` divided by the steps. That happens with the probability
+            :data:`CONTINUES`.
+
+    Returns:
+        [..., S].
+
+    Example:
+        >>> with_ahead(torch.tensor([0.01, 0.2]), torch.tensor([0.1, 0.1])).tolist()
+        [0.030000001192092896, 0.20000000298023224]
+    """
+    return torch.maximum(forecast, CONTINUES * read_on)
 
 
 def ema_ea(log_ema: Tensor, log_ea: Tensor) -> Tensor:
