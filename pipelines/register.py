@@ -141,7 +141,9 @@ def weighed(predictor: Predictor, lm: Any, traces: Traces, model: str, settings:
         return budgets
     texts = validation_texts(model, traces.manifest["settings"], documents, settings.context + settings.steps)
     if not texts:
-        print(f"no validation document of the traces has {settings.context + settings.steps} tokens: layers weigh alike")
+        print(
+            f"no validation document of the traces has {settings.context + settings.steps} tokens: layers weigh alike"
+        )
         return budgets
     weights = layer_weights(lm, predictor, texts, settings.steps)
     named = ", ".join(f"{layer}: {weight:.2f}" for layer, weight in zip(budgets.layers, weights))

@@ -89,7 +89,6 @@ class HeadBudgets:
         object.__setattr__(self, "layers", self.layers or tuple(range(len(self.lost))))
         object.__setattr__(self, "weights", self.weights or (1.0,) * len(self.lost))
 
-    @lru_cache(maxsize=64)  # noqa: B019 (a handful of small tuples)
     def allocate(self, fraction: float) -> dict[int, tuple[float, ...]]:
         """Fraction of the context that each kv head keeps, their mean being ``fraction``.
 
@@ -99,6 +98,10 @@ class HeadBudgets:
         Returns:
             For each layer of the table, by its index in the model, one fraction in [0, 1] for each kv head.
         """
+        return self._allocated(fraction)
+
+    @lru_cache(maxsize=64)  # noqa: B019 (a handful of small tuples)
+    def _allocated(self, fraction: float) -> dict[int, tuple[float, ...]]:
         count, heads, _ = self.lost.shape
         segments = []
         cost = self.lost * torch.tensor(self.weights)[:, None, None]

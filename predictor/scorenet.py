@@ -73,6 +73,12 @@ class ScoreNet(nn.Module, ABC):
             mine, theirs = getattr(self, name, None), getattr(spec, name)
             if mine is not None and mine != theirs:
                 raise FadeError(f"{type(self).__name__} has {name}={mine}, the traces have {name}={theirs}")
+        mine = getattr(self, "n_features", len(spec.names))
+        if mine != len(spec.names):
+            raise FadeError(
+                f"{type(self).__name__} has {mine} features, the traces have {len(spec.names)}; set "
+                f"model.net.init_args.n_features to {len(spec.names)}, or collect them with this release"
+            )
         if self.reads_hidden and not spec.hidden:
             raise FadeError(
                 f"{type(self).__name__} reads keys and values, which the traces lack; collect them with "

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
-CONTINUES = 0.3  # measured with SmolLM2-135M and Gemma 3 270M: .3 to 3 serve copies alike, more than .3 costs plain text
+CONTINUES = (
+    0.3  # measured with SmolLM2-135M and Gemma 3 270M: .3 to 3 serve copies alike, more than .3 costs plain text
+)
 
 
 def position(slots: Tensor) -> Tensor:

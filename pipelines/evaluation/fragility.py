@@ -65,7 +65,10 @@ def layer_weights(model: Any, predictor: Predictor, texts: Sequence[Tensor], ste
     assert budgets is not None
     cuts = [(layer, share) for layer in budgets.layers for share in SHARES]
     methods = [
-        Method(f"{layer} {share}", FadeConfig(int4_budget=share, eviction_policy="learned", predictor=_only(predictor, layer)))
+        Method(
+            f"{layer} {share}",
+            FadeConfig(int4_budget=share, eviction_policy="learned", predictor=_only(predictor, layer)),
+        )
         for layer, share in cuts
     ]
     read = [text for tokens in texts for text in (tokens, copy_of(tokens, steps))]
@@ -73,7 +76,9 @@ def layer_weights(model: Any, predictor: Predictor, texts: Sequence[Tensor], ste
     groups = [methods[at : at + FEW] for at in range(0, len(methods), FEW)]
     for tokens in tqdm(read, desc="Each layer by itself", unit="text"):
         for group in groups:
-            for row in compare(model, [Method(FULL, None), Method("all", FadeConfig.safe()), *group], tokens, steps, timed=False)[1:]:
+            for row in compare(
+                model, [Method(FULL, None), Method("all", FadeConfig.safe()), *group], tokens, steps, timed=False
+            )[1:]:
                 kl.setdefault(row.name, []).append(mean(row.kl))
     kept = mean(kl["all"])
     weights = []
@@ -86,7 +91,7 @@ def layer_weights(model: Any, predictor: Predictor, texts: Sequence[Tensor], ste
 
 
 def validation_texts(model: str, collected: dict[str, Any], documents: int, length: int) -> list[Tensor]:
-    """Token ids [1, length] of validation documents of a collection, read again from its sources; short ones are left out.
+    """Token ids [1, length] of validation documents of a collection, read again from its sources, less short ones.
 
     Args:
         model: directory or hub id, for its tokenizer. collected: settings of the collection, from its manifest.

@@ -15,7 +15,7 @@ from predictor.scorenet import token_scores
 def test_expected_loss_is_what_was_dropped(tiny_traces: Path) -> None:
     module = TraceDataModule(str(tiny_traces))
     module.setup("validate")
-    batches = [{**batch, "scores": token_scores(TokenMLP(), batch)} for batch in module.val_dataloader()]
+    batches = [{**batch, "scores": token_scores(TokenMLP(), batch, in_cache=True)} for batch in module.val_dataloader()]
     shares = [[0.1, 0.3], [0.0, 0.5]]
     lost = []
     for batch in batches:
@@ -50,7 +50,7 @@ def test_the_tables_hold_what_was_computed(
     assert [int(row[0]) for row in rows] == [1, 2]  # what the collection has
     module = TraceDataModule(str(tiny_traces))
     module.setup("fit")
-    read = lambda loader: [{**batch, "scores": token_scores(TokenMLP(), batch)} for batch in loader]
+    read = lambda loader: [{**batch, "scores": token_scores(TokenMLP(), batch, in_cache=True)} for batch in loader]
     train, validation = read(module.train_dataloader()), read(module.val_dataloader())
     uniform, by_sum, by_max = (float(cell) for cell in rows[-1][1:])
     assert uniform == pytest.approx(expected_loss([[0.2, 0.2]] * 2, validation), abs=2e-3)

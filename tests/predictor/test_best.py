@@ -117,7 +117,7 @@ def test_a_checkpoint_of_before_begins_with_its_own_network(traces, tmp_path):
     assert main(arguments(traces, tmp_path / "on", *on, notes=tmp_path / "later", epochs=5, spoil=True)) == 0
     kept = load_bundle(tmp_path / "on" / "best")
     later = [torch.load(path, weights_only=True)["value"] for path in sorted((tmp_path / "later").glob("*.pt"))]
-    assert kept.metrics[VALUE] > max(later)
+    assert kept.metrics[VALUE] >= max(later)
     assert torch.equal(kept.net.head.weight, checkpoint["state_dict"]["net.head.weight"])
     assert kept.manifest["epoch"] == 3
 

@@ -44,7 +44,7 @@ def batches(folder, split):
 
 @pytest.mark.slow
 def test_the_bundle_has_the_mean_over_all_rows(fitted, traces):
-    bundle, score = load_bundle(fitted / "best"), partial(token_scores, TokenMLP())
+    bundle, score = load_bundle(fitted / "best"), partial(token_scores, TokenMLP(), in_cache=True)
     assert bundle.budgets is not None
     expected = learn_budgets(score, batches(traces, "train"))
     torch.testing.assert_close(bundle.budgets.lost, expected.lost, rtol=1e-3, atol=1e-4)  # stored with four digits
@@ -58,7 +58,7 @@ def test_what_is_lost_is_chosen(make_batch, kind):
     for batch in rows:
         module.training_step(batch, 0)
     module.on_validation_start()
-    tables = {name: learn_budgets(partial(token_scores, TokenMLP()), rows, f"target_{name}") for name in ("max", "sum")}
+    tables = {name: learn_budgets(partial(token_scores, TokenMLP(), in_cache=True), rows, f"target_{name}") for name in ("max", "sum")}
     assert torch.equal(module.budgets.lost, tables[kind].lost)
     assert not torch.equal(tables["max"].lost, tables["sum"].lost)
 
@@ -73,7 +73,7 @@ def test_the_defaults_are_its_own(capsys):
 
 def test_it_is_held_against_the_others_on_validation_rows(fitted, traces):
     metrics, budgets = load_bundle(fitted / "best").metrics, load_bundle(fitted / "best").budgets
-    score = partial(token_scores, TokenMLP())
+    score = partial(token_scores, TokenMLP(), in_cache=True)
     for share in (0.5, 0.25, 0.125, 0.0625):
         found = {"uniform": [], "max": []}
         for batch in batches(traces, "validation"):
@@ -130,7 +130,7 @@ def test_budgets_by_head_lose_less_than_the_same_for_all(make_batch):
     batch["layer"][:] = 0
     net = TokenMLP()
     net.log_importance = lambda features: batch["target_max"][:, : features.tokens.shape[1]]
-    tables = {kind: learn_budgets(partial(token_scores, net), [batch]) for kind in ("max", "sum")}
+    tables = {kind: learn_budgets(partial(token_scores, net, in_cache=True), [batch]) for kind in ("max", "sum")}
     metrics = HeadBudgetMetrics((0.25,))
     metrics.update(net, batch, tables)
     values = metrics.values()
