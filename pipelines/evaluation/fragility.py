@@ -27,6 +27,7 @@ from predictor.bundle import Predictor
 
 SHARES = (0.25, 0.5)  # of the context, that a layer keeps while the others keep all
 FEW = 8  # caches that are measured at once
+ALL = "all"  # the cache in which no layer forgets
 FLOOR = 0.01  # of the mean: the least that a layer weighs, so that it is not given up
 
 
@@ -66,26 +67,21 @@ def layer_weights(model: Any, predictor: Predictor, texts: Sequence[Tensor], ste
     budgets = predictor.budgets
     assert budgets is not None
     cuts = [(layer, share) for layer in budgets.layers for share in SHARES]
-    methods = [
-        Method(
-            f"{layer} {share}",
-            FadeConfig(int4_budget=share, eviction_policy="learned", predictor=_only(predictor, layer)),
-        )
-        for layer, share in cuts
-    ]
+    methods = [Method(ALL, FadeConfig.safe())]
+    for layer, share in cuts:
+        config = FadeConfig(int4_budget=share, eviction_policy="learned", predictor=_only(predictor, layer))
+        methods.append(Method(f"{layer} {share}", config))
     read = [text for tokens in texts for text in (tokens, copy_of(tokens, steps))]
-    kl: dict[str, list[float]] = {}
-    groups = [methods[at : at + FEW] for at in range(0, len(methods), FEW)]
+    kl: dict[str, list[float]] = {method.name: [] for method in methods}
     for tokens in tqdm(read, desc="Each layer by itself", unit="text"):
-        for group in groups:
-            for row in compare(
-                model, [Method(FULL, None), Method("all", FadeConfig.safe()), *group], tokens, steps, timed=False
-            )[1:]:
-                kl.setdefault(row.name, []).append(mean(row.kl))
+        for at in range(0, len(methods), FEW):
+            group = [Method(FULL, None), *methods[at : at + FEW]]
+            for row in compare(model, group, tokens, steps, timed=False)[1:]:
+                kl[row.name].append(mean(row.kl))
     weights = []
     for layer in budgets.layers:
         lost = mean([_lost(budgets.of_layer(layer), share) for share in SHARES])
-        cut = [pair for share in SHARES for pair in zip(kl[f"{layer} {share}"], kl["all"])]
+        cut = [pair for share in SHARES for pair in zip(kl[f"{layer} {share}"], kl[ALL])]
         harm = mean([math.sqrt(max(loss - kept, 0.0)) for loss, kept in cut])
         weights.append(harm / max(lost, 1e-6))
     largest = max(mean(weights), 1e-12)

@@ -58,7 +58,10 @@ def test_what_is_lost_is_chosen(make_batch, kind):
     for batch in rows:
         module.training_step(batch, 0)
     module.on_validation_start()
-    tables = {name: learn_budgets(partial(token_scores, TokenMLP(), in_cache=True), rows, f"target_{name}") for name in ("max", "sum")}
+    tables = {
+        name: learn_budgets(partial(token_scores, TokenMLP(), in_cache=True), rows, f"target_{name}")
+        for name in ("max", "sum")
+    }
     assert torch.equal(module.budgets.lost, tables[kind].lost)
     assert not torch.equal(tables["max"].lost, tables["sum"].lost)
 
