@@ -16,9 +16,9 @@ SPEC = FeatureSpec(window=8)
 LENGTHS = {"train": [400, 411, 440], "validation": [401, 450]}
 
 
-def rows_of(document, length, split):
+def rows_of(document, length, split, spec=SPEC):
     """Trace rows of one document: one layer, two kv heads, what is kept told by the value norm alone."""
-    for head, row in enumerate(sequence(length, 12, SPEC, seed=document)):
+    for head, row in enumerate(sequence(length, 12, spec, seed=document)):
         share = (4 * row["tokens"][:, FEATURES.index("value_norm")]).softmax(0)
         row["target_sum"] = row["target_max"] = share
         arrays = {name: value.numpy() for name, value in row.items()}
@@ -28,13 +28,13 @@ def rows_of(document, length, split):
         yield scalars | arrays
 
 
-def write_traces(folder: Path, model: Path) -> Path:
+def write_traces(folder: Path, model: Path, spec: FeatureSpec = SPEC) -> Path:
     """A collection of five made-up documents, as if a model had read them."""
     documents, shards = [], []
     for split, lengths in LENGTHS.items():
         name, rows = f"shard-{len(shards):05d}.parquet", []
         for length in lengths:
-            rows += rows_of(len(documents), length, split)
+            rows += rows_of(len(documents), length, split, spec)
             documents.append(
                 {
                     "id": f"doc-{len(documents)}",
@@ -52,7 +52,7 @@ def write_traces(folder: Path, model: Path) -> Path:
         {
             "schema_version": SCHEMA_VERSION,
             "complete": True,
-            "spec": SPEC.to_dict(),
+            "spec": spec.to_dict(),
             "settings": {"model": str(model)},
             "provenance": {"model_type": "llama", "layers": 1, "kv_heads": 2},
             "corpus": {"sha256": "text"},
