@@ -122,10 +122,10 @@ def register(settings: RegisterSettings) -> int:
     texts = held_out.read(trace_facts(traces))  # before anything is measured
     if predictor.budgets is None:
         predictor.budgets = head_budgets(predictor.net, settings.traces)
-    measuring = held_out.load(predictor, texts)
-    predictor.budgets = weighed(predictor, measuring.lm, traces, model, settings)
     trained = Candidate(predictor, evaluate(predictor, settings.traces))
     print(format_table(trained.metrics.table()))
+    measuring = held_out.load(predictor, texts)
+    predictor.budgets = weighed(predictor, measuring.lm, traces, model, settings)
     others = certify_candidate(trained, measuring, settings)
     return publish_candidates([trained, *others], settings, settings.name or name_of(model))
 

@@ -56,7 +56,10 @@ def arguments(folder, output, *more, notes, mine=None, epochs=6, spoil=False):
     config = {
         "output": str(output),
         "patience": 99,
-        "model": {"net": {"class_path": "predictor.nets.TokenMLP", "init_args": {"hidden": 8, "n_features": 9}}, "lr": 0.3},
+        "model": {
+            "net": {"class_path": "predictor.nets.TokenMLP", "init_args": {"hidden": 8, "n_features": 9}},
+            "lr": 0.3,
+        },
         "data": {"traces": str(folder), "batch_size": 2},
         "trainer": {
             "max_epochs": epochs, "val_check_interval": 2, "logger": False, "accelerator": "cpu",
