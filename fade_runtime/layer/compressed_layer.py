@@ -182,7 +182,7 @@ class CompressedLayer(StoredLayer):
         self.final, self.whole = self.seen, False
         rows = torch.tensor([True] * store.batch if due is None else due, device=self.device)
         prompts = torch.tensor(reads, device=self.device) if reads is not None and any(reads) else None
-        move(store, rows, lambda tokens: self._reviewed(rows, new, tokens, *self._plan(tokens, prompts)))
+        move(store, rows, functools.partial(self.reviewed_plan, rows, new, prompts))
         self.whole = whole
         if new > 1 and self.index % 4 == 3:  # a prompt; in each layer it would cost 4 % of the time
             trim_heap(self.device)
@@ -191,6 +191,10 @@ class CompressedLayer(StoredLayer):
             self.allocation.settle(rows, prompts)
         elif self.allocation is not None:
             self.allocation.share_next(self.index, self.next_contenders(), rows)
+
+    def reviewed_plan(self, due: Tensor, new: int, reads: Tensor | None, tokens: BodyTokens) -> Tensor:
+        """Tiers [T] of body tokens by score and budget, after the guard has seen what is to be evicted."""
+        return self._reviewed(due, new, tokens, *self._plan(tokens, reads))
 
     def settle(self, budgets: Budgets, due: Tensor) -> None:
         """Let go what is beyond the budgets [R] in due rows of the batch, [B] bool."""

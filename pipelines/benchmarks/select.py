@@ -75,7 +75,7 @@ def _row(lm: Any, name: str, config: FadeConfig, context: int, steps: int) -> di
     cache, generator = filled(lm, config, context)
     seconds: dict[str, float] = defaultdict(float)  # of choices, in this step
     for layer in cache.tiered:
-        layer.reviewed_plan = add_time(layer.reviewed_plan, seconds, CHOICE)
+        layer.reviewed_plan = add_time(layer.reviewed_plan, seconds, CHOICE)  # type: ignore[method-assign]
     whole, choosing = [], []  # milliseconds of each step, and of the choice in it
     with torch.inference_mode():
         for step in range(steps + 1):
