@@ -53,8 +53,22 @@ def refuse_other_traces(manifest: Mapping[str, Any], what: str, traces: Traces) 
 
 def trace_facts(traces: Traces) -> dict[str, Any]:
     """What a bundle remembers of its traces: the model, how much of which text, and hashes of it."""
-    manifest = traces.manifest
-    documents, shards = manifest["documents"], manifest["shards"]
+    shards = traces.manifest["shards"]
+    return {
+        **read_facts(traces.manifest),
+        "rows": sum(shard["rows"] for shard in shards),
+        "recorded": f"{in_words(traces.layers)} of {traces.provenance['layers']}",
+        "traces_sha256": hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest(),
+    }
+
+
+def read_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a bundle remembers of the text that was read: the model, how much of which, and hashes of it.
+
+    Args:
+        manifest: of a collection: ``settings``, ``documents`` and ``corpus``.
+    """
+    documents = manifest["documents"]
     passages = [document["passages"] for document in documents if "passages" in document]
     splits = Counter(document["split"] for document in documents)
     sources = Counter(document["source"] for document in documents)
@@ -64,10 +78,7 @@ def trace_facts(traces: Traces) -> dict[str, Any]:
         "train_documents": splits["train"],
         "validation_documents": splits["validation"],
         "prompt_tokens": sum(document["prompt"] for document in documents),
-        "rows": sum(shard["rows"] for shard in shards),
-        "recorded": f"{in_words(traces.layers)} of {traces.provenance['layers']}",
         "sources": ", ".join(f"{source} {count}" for source, count in sorted(sources.items())),
         "text_sha256": manifest["corpus"]["sha256"],
-        "traces_sha256": hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest(),
         **whole,
     }

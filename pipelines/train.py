@@ -1,4 +1,4 @@
-"""Fit a predictor, or the budgets of heads, to traces: `lightning fit --config configs/fit_mlp_demo.yaml`."""
+"""Fit a predictor, or the budgets of heads, to traces or through a model: `lightning fit --config CONFIG`."""
 
 from __future__ import annotations
 
@@ -12,49 +12,63 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from data.datamodule import TraceDataModule
+from data.documents import DocumentDataModule
 from data.trace import Traces
-from pipelines.checkpoints import BEST, refuse_other_traces, trace_facts
+from pipelines.checkpoints import BEST, read_facts, refuse_other_traces, trace_facts
 from pipelines.cli import guarded
+from pipelines.distil import DistilModule
 from pipelines.plots.head_budgets import draw_head_budgets, format_lost
 from predictor.budgets import HeadBudgets
 from predictor.bundle import Predictor
+from predictor.errors import FadeError
+from predictor.features import FeatureSpec
 from predictor.files import write_aside
 from predictor.module import HEADS, LAYERS, HeadBudgetModule, PredictorModule, Rows, TraceModule
 from predictor.nets import ScoreNet
 from predictor.registry import open_experiment, quiet_mlflow
 
 CONFIG, PICTURE = "config.yaml", "heads.png"
-DEFAULT = f"{PredictorModule.__module__}.{PredictorModule.__name__}"  # what a config without a class_path trains
+Facts = dict[str, Any]
+# what a config without a class_path trains, and reads
+DEFAULT = f"{PredictorModule.__module__}.{PredictorModule.__name__}"
+DEFAULT_DATA = f"{TraceDataModule.__module__}.{TraceDataModule.__name__}"
 
 
 @dataclass
 class Candidate:
-    """A network as it was after ``epoch`` epochs, with its numbers, its tables and its head budgets."""
+    """A network as it was after ``epoch`` epochs, with its numbers, tables, head budgets, offsets and their layers."""
 
     net: ScoreNet
     metrics: dict[str, float]
     tables: dict[str, Rows]
     epoch: int
     budgets: HeadBudgets | None = None
+    offsets: tuple[Tensor, list[int]] | None = None
 
     def value(self, monitor: str) -> float:
-        """What it reached; one that is no number is below all."""
-        reached = self.metrics[monitor.removeprefix("val/")]
-        return -math.inf if math.isnan(reached) else reached
+        """What it reached."""
+        return self.metrics[monitor.removeprefix("val/")]
+
+    def beats(self, other: Candidate, monitor: str, mode: str) -> bool:
+        """Whether it reached more, or less where less is better; what is no number beats nothing."""
+        mine, theirs = self.value(monitor), other.value(monitor)
+        return not math.isnan(mine) and (math.isnan(theirs) or (mine > theirs if mode == "max" else mine < theirs))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it: all but head budgets, whose sums are the module's own state."""
         net = {name: tensor.detach().cpu().clone() for name, tensor in self.net.state_dict().items()}
-        return {"net": net, "metrics": self.metrics, "tables": self.tables, "epoch": self.epoch}
+        stored = {"net": net, "metrics": self.metrics, "tables": self.tables, "epoch": self.epoch}
+        return stored if self.offsets is None else {**stored, "offsets": self.offsets}
 
 
 class KeepBest(SaveConfigCallback):
@@ -86,47 +100,50 @@ class KeepBest(SaveConfigCallback):
         That is the closed form when it is untrained. It is written at the end, if nothing beats it.
         """
         assert isinstance(pl_module, TraceModule)
-        if not isinstance(pl_module, PredictorModule) or _only_tried(trainer):  # or there is nothing to be better than
+        if pl_module.monitor is None or _only_tried(trainer):  # there is nothing to be better than
             return
         if self._restored is not None:
             net = copy.deepcopy(pl_module.net)
             net.load_state_dict(self._restored["net"])
-            self.best = Candidate(**{**self._restored, "net": net})
+            self.best = Candidate(**{**self._restored, "net": net, "budgets": pl_module.budgets})
             return
         batches = trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
         limit = sum(trainer.num_val_batches) or len(batches)
-        for batch in islice(batches, int(min(limit, len(batches)))):
-            pl_module.metrics.update(pl_module.net, trainer.strategy.batch_to_device(batch))
-        values = pl_module.compute_metrics()
-        self.best = Candidate(copy.deepcopy(pl_module.net), values, pl_module.tables(), epoch=trainer.current_epoch)
+        chosen = islice(batches, int(min(limit, len(batches))))
+        values = pl_module.first_metrics(map(trainer.strategy.batch_to_device, chosen))
+        self.best = _candidate(pl_module, values, trainer.current_epoch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the network if it is the best so far, or the newest head budgets."""
         assert isinstance(pl_module, TraceModule)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or _only_tried(trainer):
             return
-        candidate, monitor = _candidate(trainer, pl_module), pl_module.monitor
-        if monitor is None or self.best is None or candidate.value(monitor) > self.best.value(monitor):
+        candidate, monitor = _candidate(pl_module, _measured(trainer), pl_module.epochs), pl_module.monitor
+        if monitor is None or self.best is None or candidate.beats(self.best, monitor, pl_module.mode):
             self._keep(trainer, candidate)
 
     def _keep(self, trainer: Trainer, candidate: Candidate) -> None:
         self.best, self.written = candidate, True
         if not trainer.is_global_zero:
             return
-        folder, traces = Path(self.config["output"]), Traces(self.config["data"]["traces"])
+        folder, module = Path(self.config["output"]), cast("TraceModule", trainer.lightning_module)
+        spec, provenance, facts = _origin(trainer.datamodule, module)  # type: ignore[attr-defined]
+        offsets, layers = candidate.offsets or (None, ())
         Predictor(
             candidate.net,
-            spec=replace(traces.spec, hidden=candidate.net.reads_hidden),
-            provenance=traces.provenance,
+            spec=replace(spec, hidden=candidate.net.reads_hidden),
+            provenance=provenance,
             metrics=candidate.metrics,
-            manifest={**trace_facts(traces), "epoch": candidate.epoch},
+            manifest={**facts, "epoch": candidate.epoch},
             budgets=candidate.budgets,
+            offsets=offsets,
+            layers=layers,
         ).save(folder / BEST)
         tables = {name: _csv(rows) for name, rows in candidate.tables.items()}
         for name, text in {CONFIG: self._resolved(), **tables}.items():
             with write_aside(folder / name) as aside:
                 aside.write_text(text, encoding="utf-8")
-        if candidate.budgets is not None:
+        if candidate.budgets is not None and isinstance(module, HeadBudgetModule):
             draw_head_budgets(folder / PICTURE, candidate.budgets, candidate.metrics)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,7 +151,7 @@ class KeepBest(SaveConfigCallback):
         if self.best is not None and not self.written:
             self._keep(trainer, self.best)
         if isinstance(pl_module, HeadBudgetModule) and pl_module.budgets is not None:  # rows since the last validation
-            self._keep(trainer, _candidate(trainer, pl_module))
+            self._keep(trainer, _candidate(pl_module, _measured(trainer), pl_module.epochs))
         for kept in (Path(self.config["output"]) / name for name in (LAYERS, HEADS, PICTURE)):
             if trainer.is_global_zero and kept.is_file() and isinstance(trainer.logger, MLFlowLogger):
                 trainer.logger.experiment.log_artifact(trainer.logger.run_id, str(kept))
@@ -159,7 +176,7 @@ class FitCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options that are not the trainer's, the model's or the data's; by default a network is trained."""
-        parser.set_defaults({"model": {"class_path": DEFAULT}})
+        parser.set_defaults({"model": {"class_path": DEFAULT}, "data": {"class_path": DEFAULT_DATA}})
         parser.add_argument("--output", type=str, default="artefacts/fit/predictor", help="folder for the best epoch")
         parser.add_argument("--experiment", type=str, default="fade-fit", help="MLflow experiment of the run")
         parser.add_argument(
@@ -190,15 +207,17 @@ class FitCLI(LightningCLI):
             patience = self._get(self.config_init, "patience")
             kwargs["callbacks"] = [
                 *(callbacks if isinstance(callbacks, list) else [callbacks]),
-                *([EarlyStopping(monitor, mode="max", patience=patience)] if monitor else []),
-                ModelCheckpoint(output, BEST, monitor, mode="max", enable_version_counter=False),
+                *([EarlyStopping(monitor, mode=self.model.mode, patience=patience)] if monitor else []),
+                ModelCheckpoint(output, BEST, monitor, mode=self.model.mode, enable_version_counter=False),
             ]
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Refuse traces that the network was not built for, or not trained on, before anything is written."""
-        folder = self._get(self.config_init, "data").folder
-        traces, manifest = Traces(folder), self.model.manifest
+        """Refuse what the network was not built for, or traces it was not trained on, before anything is written."""
+        if isinstance(self.datamodule, DocumentDataModule):
+            self.model.net.check_spec(self.datamodule.spec(self.model.net.reads_hidden))
+            return
+        traces, manifest = Traces(self.datamodule.folder), self.model.manifest
         self.model.net.check_spec(traces.spec)
         if manifest is not None:
             refuse_other_traces(manifest, "the scorer", traces)
@@ -217,8 +236,8 @@ class FitCLI(LightningCLI):
             print(f"{format_lost(keeper.best.metrics)}\nkept in {folder}")
         else:
             print(f"{module.monitor} {keeper.best.value(module.monitor):.4f} at the best epoch, kept in {folder}")
-        data = self._get(self.config_init, "data")
-        print(f"next: python -m pipelines.register --checkpoint {folder} --traces {data.folder}")
+        if isinstance(self.datamodule, TraceDataModule):
+            print(f"next: python -m pipelines.register --checkpoint {folder} --traces {self.datamodule.folder}")
 
 
 def _only_tried(trainer: Trainer) -> bool:
@@ -226,14 +245,25 @@ def _only_tried(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
-def _candidate(trainer: Trainer, module: TraceModule) -> Candidate:
-    """What a module has come to, with the numbers of its last validation."""
-    metrics = {
-        name.removeprefix("val/"): float(value)
-        for name, value in trainer.callback_metrics.items()
-        if name.startswith("val/")
-    }
-    return Candidate(copy.deepcopy(module.net), metrics, module.tables(), module.epochs, module.budgets)
+def _measured(trainer: Trainer) -> dict[str, float]:
+    """The numbers of the last validation."""
+    found = trainer.callback_metrics.items()
+    return {name.removeprefix("val/"): float(value) for name, value in found if name.startswith("val/")}
+
+
+def _candidate(module: TraceModule, metrics: dict[str, float], epoch: int) -> Candidate:
+    """What a module has come to."""
+    return Candidate(copy.deepcopy(module.net), metrics, module.tables(), epoch, module.budgets, module.head_offsets())
+
+
+def _origin(data: TraceDataModule | DocumentDataModule, module: TraceModule) -> tuple[FeatureSpec, Facts, Facts]:
+    """Features, language model and text of what was trained on."""
+    if isinstance(data, TraceDataModule):
+        traces = Traces(data.folder)
+        return traces.spec, traces.provenance, trace_facts(traces)
+    assert isinstance(module, DistilModule)
+    facts = read_facts(data.manifest()) | {"recorded": "distilled through the model", **module.facts()}
+    return data.spec(), module.language_model.provenance(data.tokenizer), facts
 
 
 def _csv(rows: Sequence[dict[str, float]]) -> str:
@@ -245,6 +275,13 @@ def _csv(rows: Sequence[dict[str, float]]) -> str:
     return out.getvalue()
 
 
+def _cause(error: BaseException | None) -> FadeError | None:
+    """The mistake that made jsonargparse say that no subtype fits."""
+    while error is not None and not isinstance(error, FadeError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run LightningCLI; a mistake becomes one line and exit status 2."""
     quiet_mlflow()
@@ -252,10 +289,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     strict = {"exit_on_error": False}
 
     def body(args: list[str]) -> None:
+        try:
+            run(args)
+        except ValueError as error:
+            raise _cause(error) or error from None
+
+    def run(args: list[str]) -> None:
         FitCLI(
             TraceModule,
-            TraceDataModule,
+            LightningDataModule,
             subclass_mode_model=True,
+            subclass_mode_data=True,
             save_config_callback=KeepBest,
             save_config_kwargs={"save_to_log_dir": False},
             trainer_defaults={

@@ -104,7 +104,9 @@ class Predictor(nn.Module):
             FadeError: scores of different heads were not made comparable, or not those of this layer.
         """
         if self.offsets is None or features.heads is None:
-            raise FadeError(f"predictor {self.name} has no head offsets; train it with predictor.distil_module")
+            raise FadeError(
+                f"predictor {self.name} has no head offsets; lightning fit --config configs/fit_distil.yaml learns them"
+            )
         layer = int(features.heads[0, 0])
         if layer not in self.layers:
             raise FadeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -32,7 +32,8 @@ class TraceModule(LightningModule):
     """What ``lightning fit`` trains on traces and keeps as a bundle.
 
     Attributes:
-        monitor: the validation number whose best epoch is kept, higher being better; None: the newest is kept.
+        monitor: the validation number whose best epoch is kept; None: the newest is kept.
+        mode: whether that number is better when higher, "max", or when lower, "min".
         net: scores the tokens.
         manifest: of the bundle that the network comes from; None when it is trained here, or not at all.
         learned: head budgets by target, when they are what is learned here.
@@ -40,6 +41,7 @@ class TraceModule(LightningModule):
     """
 
     monitor: ClassVar[str | None] = None
+    mode: ClassVar[str] = "max"
     net: ScoreNet
     target: Target
     manifest: Mapping[str, Any] | None = None
@@ -54,6 +56,17 @@ class TraceModule(LightningModule):
     def epochs(self) -> int:
         """Epochs that the network was trained for."""
         return self.current_epoch + 1
+
+    def head_offsets(self) -> tuple[Tensor, list[int]] | None:
+        """Offsets [L, H] that make scores of different heads comparable and their layers, if they are learned."""
+        return None
+
+    def first_metrics(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Validation numbers of the network before it is trained, from batches on the module's device.
+
+        Training must beat them to be kept. None where there is nothing to be better than.
+        """
+        return {}
 
     def tables(self) -> dict[str, Rows]:
         """Return what was measured by layer or by head: file name -> rows."""
@@ -160,6 +173,11 @@ class PredictorModule(TraceModule):
     def on_validation_epoch_end(self) -> None:
         for name, value in self.compute_metrics().items():
             self.log(f"val/{name}", value, prog_bar=f"val/{name}" == MONITOR)
+
+    def first_metrics(self, batches: Iterable[Batch]) -> dict[str, float]:
+        for batch in batches:
+            self.metrics.update(self.net, batch)
+        return self.compute_metrics()
 
     def compute_metrics(self) -> dict[str, float]:
         """Return the validation numbers, start anew, and give the network the temperature that was found."""

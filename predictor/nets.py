@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from predictor import scores
+from predictor.batches import heads_of
 from predictor.errors import FadeError
 from predictor.features import FEATURES, Hidden, PrefillFeatures
 from predictor.scorenet import LOG_EA, LOG_EMA, MAX_PARAMETERS, MIN_SPREAD, ScoreNet, check_size
@@ -34,6 +35,9 @@ class TokenMLP(ScoreNet):
         n_features: F.
         hidden: width.
         depth: hidden layers.
+        layers, kv_heads: of the language model, if each kv head is to have weights of its own on the closed form's
+            two terms (1 when untrained); 0: it knows no heads.
+        embedding: numbers of its own that each kv head adds to the inputs, if it knows them.
 
     Example:
         >>> net = TokenMLP()
@@ -45,10 +49,24 @@ class TokenMLP(ScoreNet):
     kind = "mlp"
     level = "token"
 
-    def __init__(self, n_features: int = len(FEATURES), hidden: int = 64, depth: int = 2) -> None:
+    def __init__(
+        self,
+        n_features: int = len(FEATURES),
+        hidden: int = 64,
+        depth: int = 2,
+        layers: int = 0,
+        kv_heads: int = 0,
+        embedding: int = 8,
+    ) -> None:
         super().__init__()
         self.n_features, self.hidden, self.depth = n_features, hidden, depth
-        self.body, width = perceptron(2 * n_features, hidden, depth)
+        self.of_heads = (layers, kv_heads, embedding) if layers and kv_heads else None
+        inputs = 2 * n_features
+        if self.of_heads:
+            self.gain = nn.Parameter(torch.ones(layers, kv_heads, 2))
+            self.embedding = nn.Parameter(torch.randn(layers, kv_heads, embedding) * 0.1)
+            inputs += embedding
+        self.body, width = perceptron(inputs, hidden, depth)
         self.head = nn.Linear(width, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -56,25 +74,47 @@ class TokenMLP(ScoreNet):
         self.register_buffer("scale", torch.ones(n_features))
 
     def config(self) -> dict[str, Any]:
-        return {"n_features": self.n_features, "hidden": self.hidden, "depth": self.depth}
+        plain = {"n_features": self.n_features, "hidden": self.hidden, "depth": self.depth}
+        return plain | dict(zip(("layers", "kv_heads", "embedding"), self.of_heads or ()))
 
     @torch.no_grad()
     def calibrate(self, batch: Mapping[str, Tensor]) -> None:
         """Standardise the features [R, S, F] over the real tokens."""
         self._standardise(batch["tokens"][batch["mask"]])
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
         """Score tokens.
 
         Args:
             tokens: [R, S, F] features.
             mask: [R, S], False where a row is padded; padding never changes what the real tokens get.
+            heads: [R, 2] layer and kv head of each row, for a network that knows them apart.
 
         Returns:
             [R, S] log importance.
+
+        Raises:
+            FadeError: it knows heads, and is not told them, or those of another model.
         """
-        residual = self.head(self.body(self._inputs(tokens, mask))).squeeze(-1)
-        return scores.ema_ea(tokens[..., LOG_EMA], tokens[..., LOG_EA]) + residual
+        inputs, terms = self._inputs(tokens, mask), (tokens[..., LOG_EMA], tokens[..., LOG_EA])
+        if self.of_heads is None:
+            return scores.ema_ea(*terms) + self.head(self.body(inputs)).squeeze(-1)
+        layer, head = self._places(heads)
+        own = self.embedding[layer, head][:, None].expand(*tokens.shape[:2], -1)
+        ema_gain, ea_gain = self.gain[layer, head][:, None].unbind(-1)  # [R, 1]
+        residual = self.head(self.body(torch.cat((inputs, own), dim=-1))).squeeze(-1)
+        return scores.ema_ea(ema_gain * terms[0], ea_gain * terms[1]) + residual
+
+    def _places(self, heads: Tensor | None) -> tuple[Tensor, ...]:
+        """Layer and kv head of each row, [R] each."""
+        layers, kv_heads, _ = self.of_heads or (0, 0, 0)
+        found = (0, 0) if heads is None or not len(heads) else tuple((heads.amax(0) + 1).tolist())
+        if heads is None or found[0] > layers or found[1] > kv_heads:
+            raise FadeError(
+                f"{type(self).__name__} is for {layers} layers of {kv_heads} kv heads, and meets {found[0]} and "
+                f"{found[1]}; set layers and kv_heads to those of the model"
+            )
+        return heads.unbind(-1)
 
     def _inputs(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """Each feature as it is, and relative to its row, [R, S, 2F]."""
@@ -83,11 +123,11 @@ class TokenMLP(ScoreNet):
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Score a padded batch of traces, [R, S]."""
-        return self(batch["tokens"], batch["mask"])
+        return self(batch["tokens"], batch["mask"], heads_of(batch) if self.of_heads else None)
 
     def log_importance(self, features: PrefillFeatures) -> Tensor:
         """As :meth:`ScoreNet.log_importance`, [H, S] from ``features.tokens`` [H, S, F]."""
-        return self(features.tokens)
+        return self(features.tokens, heads=features.heads)
 
 
 class HiddenMLP(TokenMLP):

@@ -41,6 +41,28 @@ def test_untrained_mlp_is_the_closed_form_exactly(make_batch, length):
     assert torch.equal(token_scores(net, batch), expected)
 
 
+def test_a_network_that_knows_heads_begins_as_the_closed_form_and_then_treats_each_head_as_its_own(make_batch):
+    batch = make_batch([96, 111])
+    closed = token_scores(TokenMLP(), batch)
+    net = TokenMLP(hidden=7, depth=1, layers=3, kv_heads=2, embedding=5)
+    assert torch.equal(token_scores(net, batch), closed)
+    again = build_net("mlp", randomised(net).config())
+    again.load_state_dict(net.state_dict())
+    scored = token_scores(net, batch)
+    assert torch.equal(token_scores(again, batch), scored)
+    moved = {**batch, "head": 1 - batch["head"]}
+    assert not torch.allclose(token_scores(net, moved), scored)
+    last = torch.tensor([[2, 1]])
+    base = net(batch["tokens"][:1, :96], heads=last)
+    net.gain.data[2, 1, 0] += 1
+    torch.testing.assert_close(net(batch["tokens"][:1, :96], heads=last), base + batch["tokens"][:1, :96, 0])
+    with pytest.raises(FadeError, match="for 3 layers of 2 kv heads, and meets 4 and 2"):
+        net(batch["tokens"][:1], heads=torch.tensor([[3, 1]]))
+    with pytest.raises(FadeError, match="set layers and kv_heads to those of the model"):
+        net(batch["tokens"][:1])
+    assert "layers" not in TokenMLP().config()
+
+
 @pytest.mark.parametrize("length", [96, 111, 163])
 def test_untrained_cnn_is_the_moving_average(make_batch, length):
     batch = make_batch([length])
