@@ -15,7 +15,7 @@ from data.plan import CollectSettings, Task, begin_manifest, prepare
 from predictor.errors import FadeError
 from predictor.features import FeatureSpec
 
-Document = dict[str, Any]
+Item = dict[str, Any]
 
 
 class DocumentDataModule(LightningDataModule):
@@ -77,16 +77,16 @@ class DocumentDataModule(LightningDataModule):
         tasks = prepare(self.settings, self.tokenizer)
         self.tasks = {split: [one for one in tasks if one.document.split == split] for split in ("train", "validation")}
 
-    def train_dataloader(self) -> DataLoader[Document]:
+    def train_dataloader(self) -> DataLoader[Item]:
         """So many train documents in an epoch, each pass over all of them in an order of its own."""
         number = (lambda: 0) if self.trainer is None else lambda trainer=self.trainer: trainer.current_epoch
         return DataLoader(_Epoch(self.tasks["train"], self.epoch_documents, self.seed, number), batch_size=None)
 
-    def val_dataloader(self) -> DataLoader[Document]:
+    def val_dataloader(self) -> DataLoader[Item]:
         """The validation documents."""
         return DataLoader(_Epoch(self.tasks["validation"], len(self.tasks["validation"])), batch_size=None)
 
-    def first(self, count: int) -> list[Document]:
+    def first(self, count: int) -> list[Item]:
         """The first train documents, each source having its turn."""
         return [as_item(task) for task in self.tasks["train"][:count]]
 
@@ -95,7 +95,7 @@ class DocumentDataModule(LightningDataModule):
         return begin_manifest(self.settings, [*self.tasks["train"], *self.tasks["validation"]])
 
 
-class _Epoch(Dataset[Document]):
+class _Epoch(Dataset[Item]):
     """Some of the documents; which, and in what order, the number of the epoch decides."""
 
     def __init__(self, tasks: list[Task], size: int, seed: int | None = None, number: Callable[[], int] = lambda: 0):
@@ -104,7 +104,7 @@ class _Epoch(Dataset[Document]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> Document:
+    def __getitem__(self, index: int) -> Item:
         turn, place = divmod(self.number() * self.size + index, len(self.tasks))
         order = list(range(len(self.tasks)))
         if self.seed is not None:
@@ -112,7 +112,7 @@ class _Epoch(Dataset[Document]):
         return as_item(self.tasks[order[place]])
 
 
-def as_item(task: Task) -> Document:
+def as_item(task: Task) -> Item:
     """A document as a loader gives it: ``prompt`` [S] and ``following`` [T] ids, ``id`` and ``source``."""
     prompt, following = task.tokens[: task.prompt], task.tokens[task.prompt :]
     if len(following) < task.future:
@@ -120,7 +120,7 @@ def as_item(task: Task) -> Document:
     return {"prompt": prompt, "following": following, "id": task.document.id, "source": task.document.source}
 
 
-def tokens_of(document: Document) -> int:
+def tokens_of(document: Item) -> int:
     """Tokens of a document, prompt and what follows."""
     parts: tuple[Tensor, Tensor] = document["prompt"], document["following"]
     return sum(map(len, parts))

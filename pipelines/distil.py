@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from data.documents import Document, DocumentDataModule, tokens_of
+from data.documents import DocumentDataModule, Item, tokens_of
 from data.gated import GatedModel, ReadPrompt
 from data.generated import GENERATED
 from data.lm import load_model, refuse_too_long
@@ -167,10 +167,12 @@ class DistilModule(TraceModule):
         gated = self.language_model.logits(prompt, following, pad(gates, self.kept_always))
         return divergence(full, gated).mean()
 
-    def training_step(self, batch: Document, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Item, batch_idx: int) -> Tensor:
         """Return the relative loss [] of one document at one budget."""
         prompt, following, full = self._read(batch)
         scores = self._body(prompt)
+        if not bool(scores.isfinite().all()):
+            raise FadeError(f"a score of document {batch['id']} is not a finite number; lower the learning rate")
         share = random.Random(f"{self.seed} {self.current_epoch} {batch_idx} {self.global_rank}").choice(self.shares)
         budget = min(share * prompt.length / scores.shape[-1], 0.98)
         temperature = self.hot * (self.cold / self.hot) ** self.progress
@@ -181,21 +183,21 @@ class DistilModule(TraceModule):
         self._log_speed(batch)
         return relative(kl)
 
-    def _log_speed(self, batch: Document) -> None:
+    def _log_speed(self, batch: Item) -> None:
         began, tokens = self._clock
         now, tokens = time.perf_counter(), tokens + tokens_of(batch) * self.trainer.world_size
         self._clock = (began or now, tokens if began else 0)
         if began and now > began:
             self.log("tokens/s", round(tokens / (now - began)), batch_size=1, prog_bar=True)
 
-    def _read(self, batch: Document) -> tuple[ReadPrompt, Tensor, Tensor]:
+    def _read(self, batch: Item) -> tuple[ReadPrompt, Tensor, Tensor]:
         """A document's prompt, what follows it [T], and the logits [T, V] in full."""
         prompt, following = self.language_model.read(batch["prompt"]), batch["following"]
         with torch.no_grad():
             return prompt, following, self.language_model.logits(prompt, following)
 
     @torch.no_grad()
-    def validation_step(self, batch: Document, batch_idx: int, by_heads: bool = False) -> None:
+    def validation_step(self, batch: Item, batch_idx: int, by_heads: bool = False) -> None:
         """Add the KL of one document at each measured share, evicted, to the sums.
 
         Args:
@@ -235,7 +237,7 @@ class DistilModule(TraceModule):
         logs = [math.log(max(mean, LEAST_KL)) for mean in means.values()]
         return {"kl": math.exp(sum(logs) / max(len(logs), 1)), **means, **self.baseline}
 
-    def first_metrics(self, batches: Iterable[Document]) -> dict[str, float]:
+    def first_metrics(self, batches: Iterable[Item]) -> dict[str, float]:
         """Validation numbers before training, and those of closed form and head budgets, which are kept."""
         documents = list(batches)
         for number, batch in enumerate(documents):

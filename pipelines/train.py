@@ -214,6 +214,11 @@ class FitCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Refuse what the network was not built for, or traces it was not trained on, before anything is written."""
+        if isinstance(self.datamodule, DocumentDataModule) != isinstance(self.model, DistilModule):
+            raise FadeError(
+                f"{type(self.model).__name__} does not learn from {type(self.datamodule).__name__}; DistilModule goes "
+                "with DocumentDataModule, the others with TraceDataModule (data.class_path)"
+            )
         if isinstance(self.datamodule, DocumentDataModule):
             self.model.net.check_spec(self.datamodule.spec(self.model.net.reads_hidden))
             return

@@ -27,7 +27,7 @@ def model_card(facts: Mapping[str, Any], parameters: int) -> str:
     Args:
         facts: what ``bundle.json`` holds. parameters: of the network.
     """
-    model, spec, manifest, metrics = (facts[key] for key in ("provenance", "spec", "manifest", "metrics"))
+    model, manifest, metrics = (facts[key] for key in ("provenance", "manifest", "metrics"))
     geometry = ", ".join(str(model.get(key)) for key in ("layers", "kv_heads", "query_heads", "head_dim"))
     plain = {k: v for k, v in manifest.items() if isinstance(v, str | int | float)}
     return f"""---
@@ -52,7 +52,7 @@ One language model only; using it with another is refused.
 
 ## Trained on
 
-Attention recorded from that model: the last {spec["window"]} queries of each prompt, and what followed.
+{_learned_from(facts)}
 
 | | |
 |---|---|
@@ -75,9 +75,29 @@ The weights are safetensors; nothing here is executed when it is loaded.
 
 ## Limits
 
-It ranks tokens by how much attention they will get, which is not the same as how much the output changes
-without them. It was trained on the texts counted above: measure it on your own before you trust it.
+{_limits(facts)}It was trained on the texts counted above: measure it on your own before you trust it.
 """
+
+
+def _learned_from(facts: Mapping[str, Any]) -> str:
+    """What was learned from, in a sentence."""
+    if facts.get("offsets"):
+        return (
+            "The output of that model: how far it moves when tokens of the prompt count by their gates. Scores of all\n"
+            "kv heads are comparable, by an offset of each head, so that one threshold can decide over all of them."
+        )
+    window = facts["spec"]["window"]
+    return f"Attention recorded from that model: the last {window} queries of each prompt, and what followed."
+
+
+def _limits(facts: Mapping[str, Any]) -> str:
+    """What a ranking by attention does not know."""
+    if facts.get("offsets"):
+        return ""
+    return (
+        "It ranks tokens by how much attention they will get, which is not the same as how much the output changes\n"
+        "without them. "
+    )
 
 
 def _recoveries(metrics: Mapping[str, float]) -> str:

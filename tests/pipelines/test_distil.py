@@ -189,6 +189,10 @@ def test_mistakes_are_one_line(tmp_path, tiny_model_dir, text, capsys):
     for message, options in wrong.items():
         assert main(["fit", "--config", path, *options]) == 2
         assert message in one_line(capsys)
+    net = ["--model.net", "predictor.nets.TokenMLP", "--trainer.logger", "false", "--output", str(tmp_path / "other")]
+    read = ["--data", "data.documents.DocumentDataModule", "--data.text", str(text)]
+    assert main(["fit", *net, *read]) == 2
+    assert "PredictorModule does not learn from DocumentDataModule" in one_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,9 @@ def test_a_loss_that_is_no_number_names_the_document(tmp_path, tiny_model_dir, t
     data = documents(tiny_model_dir, text)
     fit(module, data, tmp_path, max_epochs=1)
     module.net.head.bias.data.fill_(math.nan)
-    with pytest.raises(FadeError, match="score is not a finite number; lower the learning rate"):
+    with pytest.raises(
+        FadeError, match=r"score of document .+/[0-9a-f]+ is not a finite number; lower the learning rate"
+    ):
         module.training_step(data.first(1)[0], 0)
 
 

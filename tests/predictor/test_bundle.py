@@ -90,6 +90,9 @@ def test_head_offsets_come_back_to_the_last_bit_and_are_added_to_their_own_layer
     assert loaded.offsets is not None
     assert torch.equal(loaded.offsets, offsets)
     assert loaded.layers == (2, 5)
+    card = (tmp_path / "b" / CARD).read_text()
+    assert "comparable, by an offset of each head" in card
+    assert "ranks tokens by how much attention" not in card
     query, key, value = (torch.randn(heads, 40, 8, generator=generator) for heads in (6, 3, 3))
     of = partial(prefill_features, query, key, value, scaling=0.3, table=None, spec=loaded.spec)
     expected = loaded.log_importance(of(layer=5)) + offsets[1][:, None]
