@@ -82,7 +82,10 @@ def _stored(part: Part, queries: int) -> tuple[Tensor, _Tokens]:
     wide = codes[1].shape[1] // packed.value_scale.shape[1]
     by, rest = (each.double().repeat_interleave(wide, 1) for each in packed.value_params(every))
     bias = codes[0].new_zeros(len(packed), queries) if part.bias is None else part.bias.double()
-    return packed.token_row(), _Tokens((codes[0] * scale, zero), (codes[1] * by, rest), bias)
+    row = packed.token_row()
+    if part.since is not None:
+        bias = bias.masked_fill(packed.slots()[:, None] < part.since[row], -math.inf)
+    return row, _Tokens((codes[0] * scale, zero), (codes[1] * by, rest), bias)
 
 
 def attention(

@@ -31,17 +31,25 @@ class Part:
         table, positions: keys are stored un-rotated; rotate token t to ``table[positions[t]]`` ([T] int64). None:
             keys are read as they are.
         bias: [T, Q] added to the scores, or None.
+        since: [R, Q] int32 first slot that each query of a row reads, or None: it reads all.
     """
 
     tokens: StoredTokens
     table: rope.Table | None = None
     positions: Tensor | None = None
     bias: Tensor | None = None
+    since: Tensor | None = None
 
     @property
     def packed(self) -> PackedTokens | None:
         """The tokens, if they are packed; None if they are to be decoded."""
         return self.tokens if isinstance(self.tokens, PackedTokens) else None
+
+    def hidden(self, scores: Tensor) -> Tensor:
+        """Scores [T, Q] with -inf where a token comes before what the query reads."""
+        if self.since is None:
+            return scores
+        return scores.masked_fill(self.tokens.slots()[:, None] < self.since[self.tokens.token_row()], -torch.inf)
 
 
 def _page_chunks(packed: PackedTokens) -> Iterator[tuple[slice, Tensor | None, Tensor, slice]]:
@@ -208,7 +216,7 @@ def attend(
         return out.to(query.dtype), mass, masses
     scores = _cap_and_bias((query @ key.transpose(1, 2)).float(), bias, softcap)  # [R, Q, n]
     stored_scores = [
-        _cap_and_bias(part_scores(query, part).float(), part.bias, softcap) for part in parts
+        part.hidden(_cap_and_bias(part_scores(query, part).float(), part.bias, softcap)) for part in parts
     ]  # [T, Q] each
     rows = [part.tokens.token_row() for part in parts]  # [T] each
     lowest = torch.finfo(torch.float32).min

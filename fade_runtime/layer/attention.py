@@ -50,6 +50,11 @@ class FullTokens:
         """Whether a row has fewer tokens than columns."""
         return bool((self.slots < 0).any())
 
+    @functools.cached_property
+    def oldest(self) -> int:
+        """The first slot of any row, where there are no holes."""
+        return int(self.slots.min())
+
 
 class AttentionCall(NamedTuple):
     """The queries of one call of a layer's attention.
@@ -183,7 +188,8 @@ def _at_once(
     if mask is not None:
         biased = [_with_bias(part, mask, heads, groups) for part in parts]
     elif window is not None:
-        biased = [_with_window(part, first, steps, heads, groups, window) for part in parts]
+        since = _since(first, steps, batch, heads, groups, window, call.query.device)
+        biased = [replace(part, since=since) for part in parts]
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
     query_weights = None if weights is None else _grouped(weights, groups)
     grouped = (call.query * call.scaling).reshape(rows, groups * steps, dim)  # [R, G x Q, D]
@@ -222,7 +228,8 @@ def _full_bias(
         full: n tokens. first: slot of the first of ``steps`` queries, in all rows or [B]. heads: kv heads.
         window: tokens that a query attends to, if there is no mask; None: all.
     """
-    if mask is None and steps == 1 and not full.holes and window is None:
+    newest = mask is None and steps == 1 and not full.holes
+    if newest and (window is None or (isinstance(first, int) and full.oldest > first - window)):
         return None  # the newest token sees all
     slots = full.slots.long()
     hole = slots < 0
@@ -250,13 +257,22 @@ def _with_bias(part: Part, mask: Tensor, heads: int, groups: int) -> Part:
     return part if bias is None else replace(part, bias=bias.expand(-1, groups, -1).flatten(1))
 
 
-def _with_window(part: Part, first: int | Tensor, steps: int, heads: int, groups: int, window: int) -> Part:
-    """The part with the bias [T, G x Q] that hides what has left the window of ``steps`` queries from ``first`` on."""
-    row, slot = part.tokens.token_row(), part.tokens.slots()
-    start = first[row // heads, None] if isinstance(first, Tensor) else first
-    at = start + torch.arange(steps, device=slot.device)  # [Q] or [T, Q]
-    bias = _unless_plain(slot[:, None] > at - window)
-    return part if bias is None else replace(part, bias=bias[:, None].expand(-1, groups, -1).flatten(1))
+def _since(
+    first: int | Tensor, steps: int, batch: int, heads: int, groups: int, window: int, device: torch.device
+) -> Tensor:
+    """[R, G x Q] int32: the first slot in the window of each of ``steps`` queries from slot ``first`` on."""
+    if isinstance(first, int):
+        return _since_of_all(first - window + 1, steps, batch * heads, groups, device)
+    at = first[:, None] + torch.arange(1 - window, steps + 1 - window, device=device)  # [B, Q]
+    return at.to(torch.int32)[:, None, None].expand(-1, heads, groups, -1).reshape(batch * heads, -1)
+
+
+@functools.lru_cache(maxsize=8)
+def _since_of_all(first: int, steps: int, rows: int, groups: int, device: torch.device) -> Tensor:
+    """The same where all rows are alike; kept, since the layers of a step ask for the same."""
+    with torch.inference_mode(False):
+        at = torch.arange(first, first + steps, dtype=torch.int32, device=device)
+        return at.expand(rows, groups, -1).reshape(rows, -1)
 
 
 def _unless_plain(visible: Tensor) -> Tensor | None:

@@ -162,8 +162,8 @@ class TokenStore:
             slots,
             None if full.attention_stats is None else torch.constant_pad_nd(full.attention_stats, (0, steps)),
         )
-        if "holes" in vars(full):  # a new token is none
-            vars(grown)["holes"] = full.holes
+        for known in {"holes", "oldest"} & vars(full).keys():  # a new token changes neither
+            vars(grown)[known] = vars(full)[known]
         seen = self.seen + steps
         self.full, self.seen = grown, seen  # together, so that no interrupt comes between
 

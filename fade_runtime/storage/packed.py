@@ -73,7 +73,8 @@ class PackedTokens:
     PER_LOW: ClassVar = ("low_key_codes", "low_value_codes")
     READ: ClassVar = (  # what attention reads of them, in the order of the kernels' structures
         "page_len", "page_low", "key_codes", "low_key_codes", "value_codes", "low_value_codes",
-        "key_scale", "key_zero", "key_reach", "value_scale", "value_zero", "page_row",
+        "key_scale", "key_zero", "key_reach", "value_scale", "value_zero",
+        "page_slot", "offset", "page_row",
     )  # fmt: skip
 
     def __len__(self) -> int:

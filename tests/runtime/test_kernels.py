@@ -99,7 +99,8 @@ def test_compiled_kernel_equals_the_reference(
         ):
             key, value = torch.randn(2, len(counts), full, dim)
             bias = _hiding(len(counts), queries, full) if masked else None
-            part = Part(tokens, bias=_hiding(len(tokens), queries) if masked else None)
+            since = torch.randint(150, (len(counts), queries), dtype=torch.int32) if full != 68 else None
+            part = Part(tokens, bias=_hiding(len(tokens), queries) if masked else None, since=since)
             sinks = 2 * torch.randn(len(counts), queries) if full != 68 else None
             call = rounding.Call(query, key, value, [part], weights, bias, 3.0 if masked else None, sinks)
             exact = rounding.attention(*call)
@@ -313,6 +314,27 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
     for sinks in (None, torch.full((2, 2), -torch.inf), torch.zeros(2, 2)):
         nothing, _, _ = kernel(query, key, value, [all_hidden], None, torch.full_like(hidden, -torch.inf), None, sinks)
         assert bool((nothing == 0).all())  # a padding query
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("kernel", [cpu.attend, reference.attend], ids=["compiled", "reference"])
+@pytest.mark.parametrize("spread", [1, 9, 5000], ids="{} slots apart".format)
+def test_tokens_before_the_first_slot_that_is_read_are_as_if_they_were_not_there(
+    kernel: Callable[..., Any], spread: int
+) -> None:
+    """Whatever integers the offsets are, in pages of both tiers with gaps, whose tokens are not in order."""
+    slots, rows = torch.cat((torch.arange(150), torch.arange(90))) * spread, torch.tensor([0] * 150 + [2] * 90)
+    packed = _mixed(pack_tokens(*torch.randn(2, 240, 32), rows, slots, None))
+    assert packed.offset.dtype == {1: torch.uint8, 9: torch.int16, 5000: torch.int32}[spread]
+    query, (key, value) = torch.randn(3, 2, 32), torch.randn(2, 3, 6, 32)
+    since = spread * torch.tensor([[70, 70], [0, 0], [200, 200]], dtype=torch.int32)
+    out, mass, (body_mass,) = kernel(query, key, value, [Part(packed, since=since)], torch.ones(2))
+    there = packed.slots() >= since[packed.token_row(), 0]
+    assert 0 < int(there.sum()) < len(packed)
+    seen = rounding.Call(query, key, value, [Part(packed.keep(there))], torch.ones(2))
+    rounding.attention(*seen).check((out, mass, body_mass[there]))
+    assert not bool(body_mass[~there].any())
 
 
 @pytest.mark.kernels

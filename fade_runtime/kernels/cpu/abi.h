@@ -14,6 +14,7 @@
     FIELD(int64_t, value_bits)                                                                          \
     FIELD(int64_t, low_key_bits)                                                                        \
     FIELD(int64_t, low_value_bits)                                                                      \
+    FIELD(int64_t, offset_bytes)                /* of an offset: 1 (unsigned), 2 or 4 */                \
     FIELD(const int32_t *, page_len)            /* [P] */                                               \
     FIELD(const int32_t *, page_low)            /* [P] */                                               \
     FIELD(const uint8_t *, key_codes)           /* [T4, dim * key_bits / 8] */                          \
@@ -25,8 +26,11 @@
     FIELD(const uint16_t *, key_reach)          /* [P, 3] float16, or bfloat16 where wide */            \
     FIELD(const uint16_t *, value_scale)        /* [T, groups] the same */                              \
     FIELD(const uint16_t *, value_zero)         /* [T, groups] the same */                              \
+    FIELD(const int32_t *, page_slot)           /* [P] */                                               \
+    FIELD(const void *, offset)                 /* [T] of offset_bytes */                               \
     FIELD(const int32_t *, page_row)            /* [P] */                                               \
     FIELD(const float *, bias)                  /* [T, queries], or NULL */                             \
+    FIELD(const int32_t *, since)               /* [rows, queries] first slot that is read, or NULL */  \
     FIELD(float *, mass)                        /* [T]; written if there are weights */
 
 #define CALL_FIELDS(FIELD)                                                                              \

@@ -60,9 +60,10 @@ def attend(
         statistics = into or [query32.new_empty(rows, full), *(query32.new_empty(each.tokens) for each in described)]
         mass, masses = statistics[0], list(statistics[1:])
     part_biases = [_dense(part.bias) for part in parts]
+    since = [None if part.since is None else part.since.contiguous() for part in parts]
     structs = (layout.Packed * len(parts))(*(each.struct for each in described))
-    for struct, part_bias, part_mass in zip_longest(structs, part_biases, masses):
-        struct.bias, struct.mass = _address(part_bias), _address(part_mass)
+    for struct, part_bias, first, part_mass in zip_longest(structs, part_biases, since, masses):
+        struct.bias, struct.since, struct.mass = _address(part_bias), _address(first), _address(part_mass)
     call = layout.Call(
         rows=rows,
         queries=queries,
@@ -111,7 +112,7 @@ def _describe(part: Part) -> _Described | None:
     tensors = [tensor.contiguous() for tensor in stored]
     addresses = {name: tensor.data_ptr() for name, tensor in zip(PackedTokens.READ, tensors)}
     bits = {f"{name}_bits": count for name, count in packed.bits._asdict().items()}
-    struct = layout.Packed(pages=len(packed.page_len), **bits, **addresses)
+    struct = layout.Packed(pages=len(packed.page_len), offset_bytes=packed.offset.itemsize, **bits, **addresses)
     described = _Described(struct, len(packed), packed.value_scale.shape[1], tensors)
     if all(map(operator.is_, tensors, stored)):  # else copies would live as long as the tokens
         packed.derived[DESCRIBED] = described
@@ -153,9 +154,10 @@ def self_test() -> None:
     query, weights = torch.randn(3, 5, 96, generator=generator), torch.rand(5, generator=generator)
     bias, packed_bias = torch.randn(3, 5, 70, generator=generator), torch.randn(75, 5, generator=generator)
     sinks = 2 * torch.randn(3, 5, generator=generator)
+    since = torch.randint(75, (3, 5), generator=generator, dtype=torch.int32)
     for bits, cap, sink in ((Bits(), None, None), (Bits(8, 4, 4, 2), 2.0, None), (Bits(4, 2, 2, 2), 2.0, sinks)):
         packed = pack_tokens(body_key, body_value, rows, torch.arange(75), None, low=low, bits=bits)
-        parts = [Part(packed, bias=packed_bias), Part(packed.keep(low))]
+        parts = [Part(packed, bias=packed_bias), Part(packed.keep(low), since=since)]
         sizes = (3, 70), *((len(part.tokens),) for part in parts)
         older = [torch.rand(size, generator=generator) for size in sizes]
         ours, theirs = (

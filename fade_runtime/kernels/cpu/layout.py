@@ -18,8 +18,8 @@ class Packed(ctypes.Structure):
     """Packed tokens: their number of pages, their bits and where their tensors are; see abi.h for the shapes."""
 
     _fields_ = (
-        *_fields(ctypes.c_int64, ("pages", "key_bits", "value_bits", "low_key_bits", "low_value_bits")),
-        *_fields(ctypes.c_void_p, (*PackedTokens.READ, "bias", "mass")),
+        *_fields(ctypes.c_int64, ("pages", "key_bits", "value_bits", "low_key_bits", "low_value_bits", "offset_bytes")),
+        *_fields(ctypes.c_void_p, (*PackedTokens.READ, "bias", "since", "mass")),
     )
 
 

@@ -58,6 +58,24 @@ static void cap_and_bias(const call *c, float *line, int64_t n, const float *bia
     for (int64_t t = 0; t < n && bias; t++) line[t] += bias[t * step];
 }
 
+/* A token's slot, less its page's. */
+static int64_t offset_of(const packed *part, int64_t token) {
+    if (part->offset_bytes == 1) return ((const uint8_t *)part->offset)[token];
+    return part->offset_bytes == 2 ? ((const int16_t *)part->offset)[token] : ((const int32_t *)part->offset)[token];
+}
+
+/* Scores of the tokens of a split before the first slot that is read become -inf. */
+static void hide_before(const split *p, int64_t since, float *line) {
+    const packed *part = p->part;
+    int64_t token = p->first;
+    for (int64_t page = p->page; page < p->page + p->pages; page++) {
+        const int64_t end = token + part->page_len[page], hidden = since - part->page_slot[page];
+        for (; token < end && hidden > 0; token++)
+            if (offset_of(part, token) < hidden) line[token - p->first] = -INFINITY;
+        token = end;
+    }
+}
+
 static void full_split(const call *c, const split *p, float *probs) {
     const int64_t dim = c->dim, stride = line_floats(p);
     const float *key = c->key + p->row * c->key_stride + p->first * dim, zeros[BLOCK] = {0};
@@ -244,6 +262,7 @@ static void packed_split(const call *c, const float *rotated, const split *p, fl
     for (int64_t q = 0; q < queries; q++) {
         const float *bias = part->bias ? part->bias + p->first * queries + q : NULL;
         cap_and_bias(c, probs + q * stride, p->tokens, bias, queries);
+        if (part->since) hide_before(p, part->since[p->row * queries + q], probs + q * stride);
         softmax(probs + q * stride, p->tokens, p->top + q, p->sum + q);
     }
     float *scale = scratch, *zero = scale + groups * MAX_LINE, *zeros = zero + groups * MAX_LINE;

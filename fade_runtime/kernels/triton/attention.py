@@ -110,7 +110,7 @@ def fused(
             attend_kernel,
             (first_splits[index + 1] - first, blocks),
             query,
-            queries=_with_part_bias(queries, part),
+            queries=_of_part(queries, part),
             full=full,
             packed=PackedTensors.of(packed),
             keys=ChannelParts.of(packed, "key", exact),
@@ -141,10 +141,11 @@ def fused(
 
 
 def _queries(query: Tensor, bias: Tensor | None, softcap: float | None, *, keep_scores: bool) -> Queries:
-    """The queries [R, Q, D] as the kernel takes them, without a bias of packed tokens; what is absent is not read."""
+    """The queries [R, Q, D] as the kernel takes them, for packed tokens without a bias; what is absent is not read."""
     fixed = constants(
         has_bias=bias is not None,
         has_packed_bias=False,
+        has_since=False,
         has_softcap=softcap is not None,
         block=BLOCK,
         keep_scores=keep_scores,
@@ -154,16 +155,19 @@ def _queries(query: Tensor, bias: Tensor | None, softcap: float | None, *, keep_
         hadamard_query=quant.hadamard(query.float()),
         bias=query if bias is None else bias.float().contiguous(),
         packed_bias=query,
+        since=query,
         softcap=float(softcap or 0),
         **fixed,
     )
 
 
-def _with_part_bias(queries: Queries, part: Part) -> Queries:
-    """The same with the bias [T, Q] of a part, if it has one."""
-    if part.bias is None:
-        return queries
-    return queries._replace(packed_bias=part.bias.float().contiguous(), **constants(has_packed_bias=True))
+def _of_part(queries: Queries, part: Part) -> Queries:
+    """The same with the bias [T, Q] of a part, and the first slots [R, Q] that are read of it, if it has them."""
+    if part.bias is not None:
+        queries = queries._replace(packed_bias=part.bias.float().contiguous(), **constants(has_packed_bias=True))
+    if part.since is not None:
+        queries = queries._replace(since=part.since.contiguous(), **constants(has_since=True))
+    return queries
 
 
 def _merge(

@@ -54,6 +54,8 @@ class PackedTensors(NamedTuple):
     key_reach: Any
     value_scale: Any
     value_zero: Any
+    page_slot: Any
+    offset: Any
     limits: Any
 
     @classmethod

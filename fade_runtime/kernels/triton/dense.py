@@ -36,12 +36,13 @@ def dense(
     all_keys, all_values = (torch.nn.functional.pad(full.to(query.dtype), (0, 0, 0, longest)) for full in (key, value))
     all_keys[row, place], all_values[row, place] = keys, values
     mask = None
-    if bias is not None or part.bias is not None or int(counts.min()) < longest:
+    if bias is not None or part.bias is not None or part.since is not None or int(counts.min()) < longest:
         mask = query.new_zeros(*query.shape[:2], length + longest)
         mask[:, :, :length] = 0 if bias is None else bias.to(mask.dtype)
         mask[:, :, length:].masked_fill_(torch.arange(longest, device=row.device) >= counts[:, None, None], -torch.inf)
         if part.bias is not None:
             mask[row, :, place] = part.bias.to(mask.dtype)
+        mask[row, :, place] = part.hidden(mask[row, :, place])
         mask = mask[:, None]
     tokens = query[:, None], all_keys[:, None], all_values[:, None], mask
     if sinks is not None:

@@ -37,8 +37,8 @@ class Queries(NamedTuple):
 
     Attributes:
         query: [R, Q, D] in the model's dtype. hadamard_query: the same after the Hadamard rotation, float32.
-        bias, packed_bias: [R, Q, n] and [T, Q] float32. softcap: float.
-        has_bias, has_packed_bias, has_softcap: constants: whether the three are there.
+        bias, packed_bias: [R, Q, n] and [T, Q] float32. since: [R, Q] int32 first slot that is read. softcap: float.
+        has_bias, has_packed_bias, has_since, has_softcap: constants: whether the four are there.
         block: constant: queries of a program. keep_scores: constant: whether scores are written for the statistics.
     """
 
@@ -46,9 +46,11 @@ class Queries(NamedTuple):
     hadamard_query: Any
     bias: Any
     packed_bias: Any
+    since: Any
     softcap: Any
     has_bias: Any
     has_packed_bias: Any
+    has_since: Any
     has_softcap: Any
     block: Any
     keep_scores: Any
@@ -197,6 +199,11 @@ def packed_split(row, page, pages, token, low, index, n_queries, queries, packed
         seen = real[:, None] & there[None, :]
         beside = t.to(tl.int64)[None, :] * n_queries + q[:, None]
         scores = cap_and_bias(scores, queries.packed_bias + beside, seen, queries, queries.has_packed_bias)
+        if queries.has_since:
+            since = tl.load(queries.since + row * n_queries + q, mask=real, other=0)
+            hidden = since - tl.load(packed.page_slot + at)  # offsets below it
+            offset = tl.load(packed.offset + t, mask=there, other=0).to(tl.int32)
+            scores = tl.where(offset[None, :] < hidden[:, None], float("-inf"), scores)
         if queries.keep_scores:
             tl.store(partials.packed_scores + beside, scores, mask=seen)
         probs, factor, top, total = online_softmax(scores, top, total)

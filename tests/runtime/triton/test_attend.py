@@ -67,7 +67,8 @@ def _call(packed: PackedTokens, rows: int, queries: int, full: int, masked: bool
     dim = packed.key_scale.shape[1]
     query, (key, value) = torch.randn(rows, queries, dim) * dim**-0.5 * 4, torch.randn(2, rows, full, dim)
     bias = _hiding(rows, queries, full) if masked else None
-    stored = Part(packed, bias=_hiding(len(packed), queries) if masked else None, **part)
+    since = torch.randint(150, (rows, queries), dtype=torch.int32) if masked else None
+    stored = Part(packed, bias=_hiding(len(packed), queries) if masked else None, since=since, **part)
     cap, sinks = (3.0, 2 * torch.randn(rows, queries)) if masked else (None, None)
     return Call(query, key, value, [stored], torch.rand(queries), bias, cap, sinks)
 

@@ -77,19 +77,24 @@ def _attend(
     bits: tuple[int, ...] = DEFAULT,
     kind: str = "plain",
     everything: bool = False,
+    sliding: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     tokens: int = 70,
     window: int = 132,
     page: int = 64,
 ) -> None:
-    """Compile what one decode step launches, as the launch table says; everything: statistics, biases, a cap, sinks."""
+    """Compile what one decode step launches, as the launch table says; everything: statistics, biases, a cap, sinks.
+
+    sliding: a layer whose queries read a window.
+    """
     driver.set_active(_Target(capability))
     slots = torch.arange(tokens)
     low = None if kind == "plain" else slots % 2 == 0
     key, value = torch.randn(2, tokens, dim)
     rows = torch.zeros_like(slots)
     packed = pack_tokens(key, value, rows, slots, None, low=low, bits=Bits(*bits), page_tokens=page)
-    part = Part(packed, bias=torch.zeros(tokens, 8) if everything else None)
+    since = torch.zeros(1, 8, dtype=torch.int32) if sliding else None
+    part = Part(packed, bias=torch.zeros(tokens, 8) if everything else None, since=since)
     if kind == "rotated":
         part = Part(packed, Table(torch.ones(99, dim), torch.zeros(99, dim)), slots, part.bias)
     full = torch.randn(3, 1, window, dim).to(dtype)
@@ -116,6 +121,8 @@ CASES = {
     "sm_90 dim 96 both tiers": (90, 96, dict(kind="tiered"), 232, 46),
     "sm_90 dim 256 plain": (90, 256, {}, 255, 76),
     "sm_90 dim 256 both tiers, everything": (90, 256, dict(kind="tiered", everything=True), 232, 76),
+    "sm_80 dim 128 both tiers, sliding": (80, 128, dict(kind="tiered", sliding=True), 255, 46),
+    "sm_90 dim 128 sliding": (90, 128, dict(sliding=True), 255, 42),
     "sm_90 dim 128 8 bits": (90, 128, dict(bits=WIDE), 255, 60),
     "sm_90 dim 128 float32": (90, 128, dict(dtype=torch.float32), 255, 82),
     "sm_90 dim 128 rotated keys, everything": (90, 128, dict(kind="rotated", everything=True), 255, 132),
