@@ -189,7 +189,7 @@ def _at_once(
         biased = [_with_bias(part, mask, heads, groups) for part in parts]
     elif window is not None:
         since = _since(first, steps, batch, heads, groups, window, call.query.device)
-        biased = [replace(part, since=since) for part in parts]
+        biased = [Part(part.tokens, part.table, part.positions, since=since) for part in parts]
     key, value = (t.reshape(rows, -1, t.shape[3]) for t in (full.key, full.value))
     query_weights = None if weights is None else _grouped(weights, groups)
     grouped = (call.query * call.scaling).reshape(rows, groups * steps, dim)  # [R, G x Q, D]
@@ -270,9 +270,7 @@ def _since(
 @functools.lru_cache(maxsize=8)
 def _since_of_all(first: int, steps: int, rows: int, groups: int, device: torch.device) -> Tensor:
     """The same where all rows are alike; kept, since the layers of a step ask for the same."""
-    with torch.inference_mode(False):
-        at = torch.arange(first, first + steps, dtype=torch.int32, device=device)
-        return at.expand(rows, groups, -1).reshape(rows, -1)
+    return torch.arange(first, first + steps, dtype=torch.int32, device=device).repeat(rows, groups)
 
 
 def _unless_plain(visible: Tensor) -> Tensor | None:
