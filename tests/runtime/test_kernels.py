@@ -3,11 +3,9 @@
 import copy
 import functools
 import pickle
-import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,41 +16,13 @@ from torch import Tensor
 
 from fade_runtime.kernels import reference
 from fade_runtime.kernels.cpu import attention as cpu
-from fade_runtime.kernels.cpu import library
 from fade_runtime.kernels.reference import Part
 from fade_runtime.storage.packed import Bits, PackedTokens, pack_tokens
-from fade_runtime.storage.tiers import Tier
-from predictor.errors import FadeError
 from predictor.rope import Table
 from tests import rounding
+from tests.runtime.compiled import compiled, mixed  # noqa: F401  a fixture
 
 DEFAULT = Bits()
-
-
-SETS = {"native": "", "skylake-avx512": "avx512bw", "x86-64-v3": "avx2", "x86-64": "sse2"}  # and what they need
-
-
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "native")) for name in SETS])
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel built for this processor, for AVX-512 that multiplies no bytes, for AVX2, and for no more than SSE2.
-
-    A machine without any C compiler runs the reference alone.
-    """
-    if request.param != "native":
-        info = Path("/proc/cpuinfo")
-        flags = info.read_text().split() if platform.machine() == "x86_64" and info.exists() else []
-        if SETS[request.param] not in flags:
-            pytest.skip(f"this machine cannot run {request.param}")
-    try:
-        library = _library(request.param)
-    except FadeError as problem:
-        if "no C compiler" in str(problem):
-            pytest.skip(str(problem))
-        raise
-    monkeypatch.setattr(cpu, "_library", lambda: library)
-
-
-_library = functools.cache(library.load)
 
 
 def _ragged(lengths: list[int], dim: int, bits: Bits = DEFAULT) -> PackedTokens:
@@ -60,13 +30,6 @@ def _ragged(lengths: list[int], dim: int, bits: Bits = DEFAULT) -> PackedTokens:
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     slots = torch.cat([torch.arange(n) for n in lengths])
     return pack_tokens(torch.randn(len(rows), dim), torch.randn(len(rows), dim) * 5, rows, slots, None, bits=bits)
-
-
-def _mixed(packed: PackedTokens) -> PackedTokens:
-    """Tokens of both tiers in pages with gaps."""
-    tiers = torch.tensor([Tier.HIGH, Tier.LOW, Tier.EVICTED])[torch.randint(3, (len(packed),))]
-    tiers[0] = Tier.LOW
-    return packed.retier(tiers)
 
 
 def _hiding(*shape: int) -> Tensor:
@@ -94,8 +57,8 @@ def test_compiled_kernel_equals_the_reference(
         weights = torch.rand(queries)
         for tokens, full, masked in (
             (packed, 68, False),
-            (_mixed(packed), 1, False),
-            (_mixed(packed), 129, True),
+            (mixed(packed), 1, False),
+            (mixed(packed), 129, True),
         ):
             key, value = torch.randn(2, len(counts), full, dim)
             bias = _hiding(len(counts), queries, full) if masked else None
@@ -130,7 +93,7 @@ def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_token
     packed = pack_tokens(*body, rows, slots, None, bits=bits, page_tokens=page_tokens)
     query, weights = torch.randn(3, 5, dim) * dim**-0.5 * 4, torch.rand(5)
     key, value = torch.randn(2, 3, 1030, dim)
-    for tokens in (packed, _mixed(packed)):
+    for tokens in (packed, mixed(packed)):
         call = rounding.Call(query, key, value, [Part(tokens)], weights)
         exact = rounding.attention(*call)
         for kernel in (cpu.attend, reference.attend):
@@ -141,7 +104,7 @@ def test_rows_longer_than_what_is_taken_at_once(dim: int, bits: Bits, page_token
 @pytest.mark.usefixtures("compiled")
 def test_many_queries_over_several_splits() -> None:
     """A second prompt over a long body: splits of 1,024 tokens are merged, pages straddle rows."""
-    packed = _mixed(_ragged([2500, 700], 64))
+    packed = mixed(_ragged([2500, 700], 64))
     query, (key, value) = torch.randn(2, 42, 64), torch.randn(2, 2, 1500, 64)
     call = rounding.Call(query, key, value, [Part(packed)], torch.rand(42))
     exact = rounding.attention(*call)
@@ -163,7 +126,7 @@ def _parts(counts: int, dim: int, queries: int, bits: Bits, masked: bool) -> lis
     parts = []
     for index, lengths in enumerate(PARTS[counts]):
         tokens = _ragged(lengths, dim, bits)
-        tokens = _mixed(tokens) if index % 2 and len(tokens) else tokens
+        tokens = mixed(tokens) if index % 2 and len(tokens) else tokens
         parts.append(Part(tokens, bias=_hiding(len(tokens), queries) if masked and index % 3 == 0 else None))
     return parts
 
@@ -220,7 +183,7 @@ def test_parts_give_what_their_join_gives(counts: int) -> None:
 def test_parts_of_different_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     both = cpu.attend, reference.attend
     monkeypatch.setattr(reference, "attend", None)
-    parts = [Part(_mixed(_ragged([70, 9], 64, bits))) for bits in (DEFAULT, Bits(8, 8, 4, 4), Bits(2, 2, 2, 2))]
+    parts = [Part(mixed(_ragged([70, 9], 64, bits))) for bits in (DEFAULT, Bits(8, 8, 4, 4), Bits(2, 2, 2, 2))]
     call = rounding.Call(torch.randn(2, 3, 64) / 2, *torch.randn(2, 2, 5, 64), parts, torch.rand(3))
     exact = rounding.attention(*call)
     for kernel in both:
@@ -242,7 +205,7 @@ def test_a_part_to_be_rotated_sends_all_to_the_reference() -> None:
 @pytest.mark.parametrize("statistics", [False, True])
 def test_threads_change_nothing(statistics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither threads inside a call nor calls of several threads at once."""
-    packed = [_mixed(_ragged([2200, 30, 1100], 64)), _mixed(_ragged([900, 4000, 1], 64))]
+    packed = [mixed(_ragged([2200, 30, 1100], 64)), mixed(_ragged([900, 4000, 1], 64))]
     query, (key, value) = torch.randn(3, 3, 64), torch.randn(2, 3, 90, 64)
     weights = torch.rand(3) if statistics else None
     run = lambda tokens: _flat(cpu.attend(query, key, value, [Part(tokens)], weights))
@@ -314,27 +277,6 @@ def test_hidden_tokens_carry_nothing(kernel: Callable[..., Any]) -> None:
     for sinks in (None, torch.full((2, 2), -torch.inf), torch.zeros(2, 2)):
         nothing, _, _ = kernel(query, key, value, [all_hidden], None, torch.full_like(hidden, -torch.inf), None, sinks)
         assert bool((nothing == 0).all())  # a padding query
-
-
-@pytest.mark.kernels
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("kernel", [cpu.attend, reference.attend], ids=["compiled", "reference"])
-@pytest.mark.parametrize("spread", [1, 9, 5000], ids="{} slots apart".format)
-def test_tokens_before_the_first_slot_that_is_read_are_as_if_they_were_not_there(
-    kernel: Callable[..., Any], spread: int
-) -> None:
-    """Whatever integers the offsets are, in pages of both tiers with gaps, whose tokens are not in order."""
-    slots, rows = torch.cat((torch.arange(150), torch.arange(90))) * spread, torch.tensor([0] * 150 + [2] * 90)
-    packed = _mixed(pack_tokens(*torch.randn(2, 240, 32), rows, slots, None))
-    assert packed.offset.dtype == {1: torch.uint8, 9: torch.int16, 5000: torch.int32}[spread]
-    query, (key, value) = torch.randn(3, 2, 32), torch.randn(2, 3, 6, 32)
-    since = spread * torch.tensor([[70, 70], [0, 0], [200, 200]], dtype=torch.int32)
-    out, mass, (body_mass,) = kernel(query, key, value, [Part(packed, since=since)], torch.ones(2))
-    there = packed.slots() >= since[packed.token_row(), 0]
-    assert 0 < int(there.sum()) < len(packed)
-    seen = rounding.Call(query, key, value, [Part(packed.keep(there))], torch.ones(2))
-    rounding.attention(*seen).check((out, mass, body_mass[there]))
-    assert not bool(body_mass[~there].any())
 
 
 @pytest.mark.kernels
