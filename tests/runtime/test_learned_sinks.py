@@ -133,8 +133,8 @@ def test_a_predictor_sees_features_beside_the_sinks(tmp_path: Any) -> None:
     bundle, seen = save_bundle(tmp_path, model), []
     config = FadeConfig(eviction_policy="learned", int4_budget=0.5, recent_window=500, predictor=bundle)
     cache = create_tiered_cache(model, config)
-    start = cache.policy.start
-    cache.policy.start = lambda prompt: (seen.append(prompt), start(prompt))[1]
+    forecast = cache.policy.forecast
+    cache.policy.forecast = lambda prompt: (seen.append(prompt), forecast(prompt))[1]
     forward(model, ids, cache)
     predictor = cache.policy.predictor
     for layer, prompt in zip(cache.tiered, seen, strict=True):
