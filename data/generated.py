@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from data.corpus import builtin_families
-from data.lm import encode
+from data.encoding import encode
 from data.sources import passages
 from data.templates import AGAIN, FACTS, KEY_VALUE, LINES, NEEDLES, Template
 from data.words import draw_facts, draw_keys, draw_record, draw_value

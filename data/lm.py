@@ -113,11 +113,6 @@ def refuse_too_long(model: Any, tokens: int, what: str, remedy: str) -> None:
         raise FadeError(f"{what} the {limit} positions of {name}; {remedy}")
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text of any length, with the special tokens that the model expects."""
-    return tokenizer(text, verbose=False)["input_ids"]
-
-
 def _load(loader: Any, name: str | Path, **options: Any) -> Any:
     path, local = Path(name), Path(name).exists()
     if not local and (is_gguf(name) or not is_hub_id(str(name))):

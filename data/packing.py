@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from data.corpus import Text
+from data.encoding import encode
 from data.generated import GENERATED, Generated
-from data.lm import encode
 from data.sources import passages
 from predictor.errors import FadeError
 

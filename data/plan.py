@@ -11,8 +11,9 @@ import torch
 
 from data.chat import chat_frame, chat_renderer
 from data.continuation import KINDS
+from data.encoding import encode
 from data.leaks import pack_keys
-from data.lm import DEMO_MODEL, encode
+from data.lm import DEMO_MODEL
 from data.packing import Document
 from data.text import corpus_hash, load_documents
 from data.trace import HASHED, HIDDEN_VERSION, SCHEMA_VERSION

@@ -127,7 +127,7 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
         >>> rows = record_forward(model, torch.arange(25) % 9, prompt=20, spec=FeatureSpec(window=8))
         >>> len(rows), rows[0]["tokens"].shape, rows[0]["future_mean"].shape  # 3 layers of 2 kv heads
-        (6, (20, 9), (5, 2))
+        (6, (20, 10), (5, 2))
     """
     total = tokens.shape[0]
     if prompt <= spec.window:

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from data.lm import encode, load_config, load_model, load_tokenizer, refuse_dtype, refuse_too_long
+from data.encoding import encode
+from data.lm import load_config, load_model, load_tokenizer, refuse_dtype, refuse_too_long
 from data.reading import proper, read_text
 from data.text import load_documents
 from fade_runtime import FadeConfig, JsonlExporter, attach_telemetry, create_tiered_cache

@@ -13,7 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from data.lm import DEMO_MODEL, encode, load_lm, refuse_too_long
+from data.encoding import encode
+from data.lm import DEMO_MODEL, load_lm, refuse_too_long
 from data.packing import Document
 from data.text import corpus_hash, load_documents
 from fade_runtime import transformers_api as hf

@@ -66,9 +66,9 @@ class Learned(Ema):
     @torch.no_grad()
     def forecast(self, prompt: Prompt) -> Forecast:
         """The same, and the predictor's importance with its head offsets."""
-        features = self._features(prompt)
         if not self.compares:
-            return Forecast(self.predictor.forecast(features))
+            return super().forecast(prompt)
+        features = self._features(prompt)
         importance = self.predictor.comparable_importance(features)
         return Forecast(match_quantiles(importance, features.tokens[..., LOG_EMA].exp()), importance)
 

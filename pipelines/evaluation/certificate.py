@@ -11,8 +11,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.chat import chat_renderer
+from data.encoding import encode
 from data.leaks import refuse_trained_on
-from data.lm import encode, load_config, load_lm, load_tokenizer, refuse_too_long
+from data.lm import load_config, load_lm, load_tokenizer, refuse_too_long
 from data.text import load_documents
 from fade_runtime import FadeConfig
 from pipelines.evaluation.measure import Measured, compare

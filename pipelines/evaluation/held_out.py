@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from data.chat import chat_renderer
+from data.encoding import encode
 from data.generated import GENERATED
 from data.leaks import refuse_trained_on
-from data.lm import encode
 from data.packing import Document
 from data.plan import CollectSettings, prepare
 from data.records import text_files

@@ -17,7 +17,8 @@ import transformers
 from data.chat import chat_frame
 from data.checks import MARK, mark_of
 from data.collect import TraceCollector, collect
-from data.lm import encode, load_lm, load_tokenizer
+from data.encoding import encode
+from data.lm import load_lm, load_tokenizer
 from data.plan import prepare
 from data.record import record_forward
 from data.trace import HASHED, Traces, read_manifest, write_manifest

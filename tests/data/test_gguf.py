@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from data.encoding import encode
 from data.gguf import in_package, join
-from data.lm import encode, load_lm
+from data.lm import load_lm
 from predictor.errors import FadeError
 from tests.data.gguf_files import write_gguf, write_wheel
 

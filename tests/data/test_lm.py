@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.lm import encode, load_lm
+from data.encoding import encode
+from data.lm import load_lm
 from predictor.errors import FadeError
 
 

@@ -142,7 +142,7 @@ def test_scores_of_any_scale_rank_alike(model: Any, tmp_path: Path) -> None:
         net = TokenMLP()
         torch.nn.init.normal_(net.head.weight)
         forward = net.forward
-        net.forward = lambda *given, forward=forward, factor=factor: factor * forward(*given)  # type: ignore[method-assign]
+        net.forward = lambda *given, forward=forward, factor=factor, **more: factor * forward(*given, **more)  # type: ignore[method-assign]
         loaded = load_bundle(save_bundle(tmp_path / name, model))
         loaded.net = net
         config = FadeConfig(n_sink=2, recent_window=8, int4_budget=12, eviction_policy="learned", predictor=loaded)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.lm import encode, load_lm
+from data.encoding import encode
+from data.lm import load_lm
 from data.text import load_documents
 from fade_runtime import FadeConfig
 from pipelines.evaluation.measure import compare

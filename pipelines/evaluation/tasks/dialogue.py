@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from data.chat import with_generation_prompt
-from data.lm import encode
+from data.encoding import encode
 from pipelines.evaluation.tasks.records import records
 from pipelines.evaluation.tasks.task import Example, Output, Prompt, PromptBuilder, Turn
 from predictor.errors import FadeError

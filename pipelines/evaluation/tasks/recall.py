@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from data.encoding import encode
 from data.generated import GENERATED, KINDS, kind_of
-from data.lm import encode
 from pipelines.evaluation.tasks.task import PromptBuilder
 from predictor.errors import FadeError
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from data.chat import chat_frame, role_lines
-from data.lm import encode
+from data.encoding import encode
 from data.sources import open_source, passages
 from predictor.errors import FadeError
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from data.lm import encode
+from data.encoding import encode
 from data.text import load_documents
 from pipelines.evaluation.tasks.task import Example, Output, PromptBuilder, Turn
 from predictor.errors import FadeError
