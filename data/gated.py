@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
-from data.record import recorded_attention
+from data.record import recorded_attention, refuse_unseen
 from predictor import learned_sinks, rope
 from predictor.cache_layers import kv_heads, learnable_layers
 from predictor.errors import FadeError
@@ -109,11 +109,7 @@ class GatedModel:
         recorder = _Recorder(self, torch.arange(length + self.spec.horizon, device=tokens.device))
         cache = DynamicCache(config=self._twin.config)
         self._twin.base_model(input_ids=tokens[None], past_key_values=cache, use_cache=True, fade_recorder=recorder)
-        if missing := [layer for layer in self.layers if layer not in recorder.features]:
-            raise FadeError(
-                f"layer {missing[0]} of model type {self._twin.config.model_type} does not call attention through "
-                "transformers' AttentionInterface; use a model that does"
-            )
+        refuse_unseen(self.layers, recorder.features, self._twin.config.model_type)
         found = [recorder.features[layer] for layer in self.layers]
         return ReadPrompt(_joined(found), length, (len(found), len(found[0].tokens)), cache)
 

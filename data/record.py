@@ -147,12 +147,21 @@ def record_forward(model: Any, tokens: Tensor, prompt: int, spec: FeatureSpec, h
     recorder = AttentionRecorder(prompt, spec, layers, table, h2o)
     with torch.inference_mode():
         model.base_model(input_ids=tokens[None], use_cache=False, fade_recorder=recorder)
-    if missing := set(layers) - {row["layer"] for row in recorder.rows}:
+    refuse_unseen(layers, {row["layer"] for row in recorder.rows}, model.config.model_type)
+    return recorder.rows
+
+
+def refuse_unseen(layers: Collection[int], seen: Collection[int], model_type: str) -> None:
+    """Refuse a model some of whose layers were not seen while it ran.
+
+    Raises:
+        FadeError: names the first of them.
+    """
+    if missing := set(layers) - set(seen):
         raise FadeError(
-            f"layer {min(missing)} of model type {model.config.model_type} does not call attention through "
+            f"layer {min(missing)} of model type {model_type} does not call attention through "
             "transformers' AttentionInterface; use a model that does"
         )
-    return recorder.rows
 
 
 def recorded_attention(
