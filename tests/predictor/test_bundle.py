@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from predictor.budgets import HeadBudgets
 from predictor.bundle import CARD, FACTS, WEIGHTS, Predictor, load_bundle
 from predictor.errors import FadeError
-from predictor.features import FeatureSpec, prefill_features
+from predictor.features import FeatureSpec
 from predictor.files import sha256_file
 from predictor.nets import BlockCNN, TokenMLP
 from predictor.provenance import first_values_fingerprint, model_provenance
@@ -77,32 +75,6 @@ def test_saving_the_loaded_bundle_gives_the_same_bytes(whole, tmp_path):
     ).save(tmp_path / "again")
     for file in sorted(whole.iterdir()):
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
-
-
-def test_head_offsets_come_back_to_the_last_bit_and_are_added_to_their_own_layer(tmp_path):
-    generator = torch.Generator().manual_seed(3)
-    offsets, net = torch.randn(2, 3, generator=generator), TokenMLP(hidden=5)
-    torch.nn.init.normal_(net.head.weight)
-    provenance = {"layers": 8, "kv_heads": 3}
-    budgets = HeadBudgets(torch.zeros(2, 3, 2), fractions=(0.0, 1.0), layers=(2, 5))
-    Predictor(net, FeatureSpec(), provenance, budgets=budgets, offsets=offsets, layers=(2, 5)).save(tmp_path / "b")
-    loaded = load_bundle(tmp_path / "b")
-    assert loaded.offsets is not None
-    assert torch.equal(loaded.offsets, offsets)
-    assert loaded.layers == (2, 5)
-    card = (tmp_path / "b" / CARD).read_text()
-    assert "comparable, by an offset of each head" in card
-    assert "ranks tokens by how much attention" not in card
-    query, key, value = (torch.randn(heads, 40, 8, generator=generator) for heads in (6, 3, 3))
-    of = partial(prefill_features, query, key, value, scaling=0.3, table=None, spec=loaded.spec)
-    expected = loaded.log_importance(of(layer=5)) + offsets[1][:, None]
-    assert torch.equal(loaded.comparable_importance(of(layer=5)), expected)
-    with pytest.raises(FadeError, match="offsets for layers 2, 5, not for layer 4"):
-        loaded.comparable_importance(of(layer=4))
-    with pytest.raises(FadeError, match="has no head offsets"):
-        Predictor(net, FeatureSpec(), provenance).comparable_importance(of(layer=5))
-    with pytest.raises(FadeError, match="layers 2, 6, and head budgets for layers 2, 5"):
-        Predictor(net, FeatureSpec(), provenance, budgets=budgets, offsets=offsets, layers=(2, 6))
 
 
 def test_card_is_for_people(whole):
